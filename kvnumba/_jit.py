@@ -1,0 +1,135 @@
+"""Compilation: the two decorators of the package, and where compiled code is kept.
+
+``exact`` compiles what makes bytes: plain IEEE arithmetic, so that codes are the same on every host.
+``sums`` compiles what makes sums: contraction, reassociation and approximate functions are allowed.
+Neither assumes the absence of NaN or infinity: a masked score is ``-inf``.
+
+Compiled code is kept on disk where Numba would keep it (``NUMBA_CACHE_DIR``, the package's own
+``__pycache__``, or the user's cache folder) with one difference: its stamp covers *every* source file of the
+package and its version, so that a newer release, or an edit in a called file, never runs stale code. Where no
+place is writable the code is compiled in memory, with one warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+from numba.core import caching, config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: False when the user asked Numba not to compile (``NUMBA_DISABLE_JIT=1``): classes then use ``reference``.
+COMPILED: bool = not config.DISABLE_JIT
+
+#: Floating-point freedoms of ``sums``. Never ``nnan`` or ``ninf``.
+SUM_FLAGS = {"nsz", "arcp", "contract", "afn", "reassoc"}
+
+
+def _package_stamp() -> str:
+    """Digest of the size and modification time of every source file of the package."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        info = path.stat()
+        digest.update(f"{path.relative_to(root)}:{info.st_size}:{info.st_mtime_ns};".encode())
+    return digest.hexdigest()
+
+
+_stamp: str | None = None
+
+
+class _Stamped:
+    """Mixin for Numba's cache locators: compiled code is valid for one state of the whole package."""
+
+    def get_source_stamp(self) -> str:
+        global _stamp
+        if _stamp is None:
+            _stamp = _package_stamp()
+        return _stamp
+
+
+class _UserProvided(_Stamped, caching.UserProvidedCacheLocator):  # type: ignore[misc]
+    pass
+
+
+class _InTree(_Stamped, caching.InTreeCacheLocator):  # type: ignore[misc]
+    pass
+
+
+class _UserWide(_Stamped, caching.UserWideCacheLocator):  # type: ignore[misc]
+    pass
+
+
+class _PackageCacheImpl(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_UserProvided, _InTree, _UserWide)
+
+
+class _PackageCache(caching.FunctionCache):  # type: ignore[misc]
+    """Numba's function cache with the package's stamp; a damaged entry counts as absent."""
+
+    _impl_class = _PackageCacheImpl
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:
+            return None  # a cut or foreign file: compile again, and the entry is written anew
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception:
+            try:  # a damaged index cannot be added to: begin a new one
+                self.flush()
+                super().save_overload(sig, data)
+            except Exception as error:
+                _warn_uncached(error)
+
+
+_warned = False
+
+
+def _warn_uncached(reason: object) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"kvnumba: compiled code cannot be kept on disk ({reason}), so every process compiles anew; "
+            "set NUMBA_CACHE_DIR to a writable folder",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _compile(function: F, **options: Any) -> F:
+    dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+    if COMPILED:
+        try:
+            dispatcher._cache = _PackageCache(function)
+        except (RuntimeError, OSError) as error:
+            _warn_uncached(error)
+    return dispatcher
+
+
+def exact(function: F) -> F:
+    """Compile *function* with IEEE arithmetic: for everything that makes codes, copies and state."""
+    return _compile(function)
+
+
+def sums(function: F) -> F:
+    """Compile *function* with the freedoms of ``SUM_FLAGS``: for scores, softmax and weighted sums."""
+    return _compile(function, fastmath=SUM_FLAGS)
+
+
+def cache_folder() -> str | None:
+    """Folder that holds the package's compiled code, or None when there is no writable one."""
+    try:
+        return os.fspath(_PackageCache(_package_stamp).cache_path)
+    except (RuntimeError, OSError):
+        return None

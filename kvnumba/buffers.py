@@ -1,0 +1,187 @@
+"""The memory map: every array of a cache, and where a token lives in it.
+
+A cache is a `KVBuffers`: two stores and a state. A store is a NamedTuple of arrays; its class says the format, so that
+compiled code chooses its path by type. B is the batch size, H the number of KV heads, D the head dimension.
+
+Float stores hold rows ``[B, H, capacity, D]``. Code stores hold the first ``SINK`` tokens as float32 and the rest in
+blocks of ``BLOCK`` tokens: token t >= SINK is token ``(t - SINK) % BLOCK`` of block ``(t - SINK) // BLOCK``.
+
+Key codes of one block, ``C = ceil(D / 4)`` groups of 4 channels:
+
+* int8: ``[C][32 tokens][4 channels]``, one unsigned code a byte;
+* int4: ``[C][16][4 channels]``: the low nibble of byte (c, i, j) is the code of token i, the high one of token i + 16.
+
+So one vector of 64 bytes holds 16 tokens x 4 channels, and a dot product of bytes leaves 16 scores in 16 lanes.
+
+Value codes of one block, 8 groups of 4 tokens, D padded to a multiple of 32:
+
+* int8: ``[8][D][4 tokens]``, code - 128 as a signed byte;
+* int4: ``[8][D / 32][16][4 tokens]``: the low nibble of byte (g, u, i, j) is channel 32 u + i, the high one channel
+  32 u + i + 16, each code - 8 as a signed nibble. A byte belongs to one token, so appending never changes older bytes.
+
+``docs/memory_layout.md`` draws both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvnumba.spec import BLOCK, SINK, CacheSpec
+
+#: Columns of ``KVBuffers.state``.
+LENGTH, KEPT = 0, 1
+
+#: Value channels are padded to a multiple of this in memory.
+V_UNIT = 32
+
+#: Channels are read in vectors of this many float32.
+LANES = 16
+
+#: Arrays begin at a multiple of this many bytes: a line of the processor's cache, a vector of 16 float32.
+ALIGNMENT = 64
+
+
+class Float32Rows(NamedTuple):
+    """Rows as float32."""
+
+    rows: Any  #: float32 [B, H, capacity, D]
+
+
+class Float16Rows(NamedTuple):
+    """Rows as the bit patterns of float16."""
+
+    rows: Any  #: uint16 [B, H, capacity, D]
+
+
+class BFloat16Rows(NamedTuple):
+    """Rows as the bit patterns of bfloat16."""
+
+    rows: Any  #: uint16 [B, H, capacity, D]
+
+
+class KeyCodes8(NamedTuple):
+    """Keys, int8: blocks quantized per channel."""
+
+    recent: Any  #: float32 [B, H, SINK + 2 * BLOCK, D]; sinks, then the two newest blocks, block b in slot b % 2
+    codes: Any  #: uint8 [B, H, blocks, C * 32 * 4]
+    params: Any  #: float32 [B, H, blocks, 2, D padded to 16]; lo, scale of each channel
+
+
+class KeyCodes4(NamedTuple):
+    """Keys, int4: as `KeyCodes8` with two tokens to a byte."""
+
+    recent: Any  #: float32 [B, H, SINK + 2 * BLOCK, D]
+    codes: Any  #: uint8 [B, H, blocks, C * 16 * 4]
+    params: Any  #: float32 [B, H, blocks, 2, D padded to 16]
+
+
+class ValueCodes8(NamedTuple):
+    """Values, int8: each token quantized by itself."""
+
+    sinks: Any  #: float32 [B, H, SINK, D]
+    codes: Any  #: uint8 [B, H, blocks, 8 * Dp * 4]
+    params: Any  #: float32 [B, H, blocks, 2, BLOCK]; lo, scale of each token
+
+
+class ValueCodes4(NamedTuple):
+    """Values, int4: as `ValueCodes8` with two channels to a byte."""
+
+    sinks: Any  #: float32 [B, H, SINK, D]
+    codes: Any  #: uint8 [B, H, blocks, 8 * Dp * 2]
+    params: Any  #: float32 [B, H, blocks, 2, BLOCK]
+
+
+class KVBuffers(NamedTuple):
+    """One layer's keys and values."""
+
+    k: Any  #: a store of keys
+    v: Any  #: a store of values
+    state: Any  #: int64 [B, 2]; tokens stored; first block whose float32 key rows are in ``recent``
+
+
+FloatRows = (Float32Rows, Float16Rows, BFloat16Rows)
+KeyCodes = (KeyCodes8, KeyCodes4)
+ValueCodes = (ValueCodes8, ValueCodes4)
+
+KEY_STORES = {
+    "float32": Float32Rows,
+    "float16": Float16Rows,
+    "bfloat16": BFloat16Rows,
+    "int8": KeyCodes8,
+    "int4": KeyCodes4,
+}
+VALUE_STORES = {**KEY_STORES, "int8": ValueCodes8, "int4": ValueCodes4}
+
+
+def round_up(n: int, unit: int) -> int:
+    """The smallest multiple of *unit* that is at least *n*."""
+    return -(-n // unit) * unit
+
+
+def blocks_for(capacity: int) -> int:
+    """Blocks of a code store with room for *capacity* tokens: at least one, so that there is room for the sinks too."""
+    return max(1, -(-(capacity - SINK) // BLOCK)) if capacity > 0 else 0
+
+
+def usable_capacity(spec: CacheSpec, capacity: int) -> int:
+    """Tokens that fit into the buffers made for *capacity*: codes come in whole blocks, float rows as asked."""
+    codes = is_coded(spec.k_format) or is_coded(spec.v_format)
+    return SINK + BLOCK * blocks_for(capacity) if codes and capacity > 0 else capacity
+
+
+def is_coded(format: str) -> bool:
+    return format in ("int8", "int4")
+
+
+def allocate(spec: CacheSpec, capacity: int) -> KVBuffers:
+    """Empty buffers that hold *capacity* tokens (a value of `usable_capacity`)."""
+    keys = allocate_store(KEY_STORES[spec.k_format], spec.batch_size, spec.num_kv_heads, capacity, spec.head_dim)
+    values = allocate_store(VALUE_STORES[spec.v_format], spec.batch_size, spec.num_kv_heads, capacity, spec.v_head_dim)
+    return KVBuffers(keys, values, np.zeros((spec.batch_size, 2), np.int64))
+
+
+def allocate_store(store: type, batch: int, heads: int, capacity: int, dim: int) -> Any:
+    """An empty store of one tensor."""
+    blocks, lead = blocks_for(capacity), (batch, heads)
+    if store in FloatRows:
+        return store(aligned((*lead, capacity, dim), np.float32 if store is Float32Rows else np.uint16))
+    if store in KeyCodes:
+        block_bytes = round_up(dim, 4) * (BLOCK if store is KeyCodes8 else BLOCK // 2)
+        first, params = (*lead, SINK + 2 * BLOCK, dim), (*lead, blocks, 2, round_up(dim, LANES))
+    else:
+        block_bytes = round_up(dim, V_UNIT) * (BLOCK if store is ValueCodes8 else BLOCK // 2)
+        first, params = (*lead, SINK, dim), (*lead, blocks, 2, BLOCK)
+    # Zeros, not garbage: padded channels and tokens not yet written are read by the kernels with weight 0.
+    return store(
+        aligned(first, np.float32), aligned((*lead, blocks, block_bytes), np.uint8), aligned(params, np.float32)
+    )
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that begin at a multiple of ``ALIGNMENT``; memory of a large array is taken when first written."""
+    size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def grow_store(store: Any, capacity: int) -> Any:
+    """A store of the same tokens with room for *capacity*; the old one is left as it was."""
+    kind, first = type(store), store[0]
+    batch, heads, _, dim = first.shape
+    grown = allocate_store(kind, batch, heads, capacity, dim)
+    for old, new in zip(store, grown, strict=True):
+        new[:, :, : old.shape[2]] = old
+    return grown
+
+
+def copy_store(store: Any) -> Any:
+    """An independent copy."""
+    copies = []
+    for array in store:
+        copy = aligned(array.shape, array.dtype)
+        copy[...] = array
+        copies.append(copy)
+    return type(store)(*copies)

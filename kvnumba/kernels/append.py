@@ -1,0 +1,212 @@
+"""Writing a cache: append and truncate.
+
+Appending only writes beyond the stored length. A key block is quantized once, when its 32nd token arrives; its float32
+rows stay in ``recent`` until the next block is sealed, so that a cut into it is exact.
+"""
+
+from __future__ import annotations
+
+from numba.extending import overload
+
+from kvnumba._jit import exact
+from kvnumba.buffers import KEPT, LENGTH, BFloat16Rows, Float16Rows, FloatRows, KeyCodes, KeyCodes8, ValueCodes8
+from kvnumba.kernels.decode import decode
+from kvnumba.kernels.encode import copy, narrow_bfloat16, narrow_float16, put_int4, put_int8, seal_int4, seal_int8
+from kvnumba.kernels.places import capacity_of, recent_row, sealed_blocks
+from kvnumba.spec import BLOCK, SINK
+
+
+def write(store, x, b, length):
+    """Store the rows x[b, :, :, :] (float32 [B, H, S, D]) of one batch row as tokens *length* onwards."""
+    raise NotImplementedError("compiled code only")
+
+
+def wipe(store, b, first, last, kept):
+    """Erase tokens [first, last) of one batch row; returns the first key block whose float32 rows are still there."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(write)
+def _write(store, x, b, length):
+    kind = store.instance_class
+    if kind in FloatRows:
+        put = {Float16Rows: narrow_float16, BFloat16Rows: narrow_bfloat16}.get(kind, copy)
+
+        def rows(store, x, b, length):
+            heads, count, dim = x.shape[1], x.shape[2], x.shape[3]
+            for h in range(heads):
+                head = b * heads + h
+                put(x, head * count * dim, count * dim, store.rows, (head * store.rows.shape[2] + length) * dim)
+
+        return rows
+    if kind in KeyCodes:
+        seal = seal_int8 if kind is KeyCodes8 else seal_int4
+
+        def keys(store, x, b, length):
+            heads, count, dim = x.shape[1], x.shape[2], x.shape[3]
+            padded = store.params.shape[4]
+            for h in range(heads):
+                head = b * heads + h
+                done = 0
+                while done < count:
+                    token = length + done
+                    # Up to the end of the sinks or of the block.
+                    room = SINK - token if token < SINK else BLOCK - (token - SINK) % BLOCK
+                    n = min(room, count - done)
+                    row = (head * store.recent.shape[2] + recent_row(token)) * dim
+                    copy(x, (head * count + done) * dim, n * dim, store.recent, row)
+                    done += n
+                    if token >= SINK and n == room:
+                        block = (token - SINK) // BLOCK
+                        first = (head * store.recent.shape[2] + SINK + block % 2 * BLOCK) * dim
+                        at = head * store.codes.shape[2] + block
+                        seal(store.recent, first, dim, store.codes, at * store.codes.shape[3],
+                             store.params, at * 2 * padded, padded)  # fmt: skip
+
+        return keys
+
+    put = put_int8 if kind is ValueCodes8 else put_int4
+
+    def values(store, x, b, length):
+        heads, count, dim = x.shape[1], x.shape[2], x.shape[3]
+        block_bytes = store.codes.shape[3]
+        for h in range(heads):
+            head = b * heads + h
+            for t in range(count):
+                token, row = length + t, (head * count + t) * dim
+                if token < SINK:
+                    copy(x, row, dim, store.sinks, (head * SINK + token) * dim)
+                else:
+                    block, i = (token - SINK) // BLOCK, (token - SINK) % BLOCK
+                    at = head * store.codes.shape[2] + block
+                    put(x, row, dim, store.codes, at * block_bytes + (i // 4) * (block_bytes // 8), i % 4,
+                        store.params, at * 2 * BLOCK + i)  # fmt: skip
+
+    return values
+
+
+@overload(wipe)
+def _wipe(store, b, first, last, kept):
+    kind = store.instance_class
+    if kind in FloatRows:
+
+        def rows(store, b, first, last, kept):
+            store.rows[b, :, first:last] = 0
+            return kept
+
+        return rows
+    if kind in KeyCodes:
+
+        def keys(store, b, first, last, kept):
+            old, new = sealed_blocks(last), sealed_blocks(first)
+            start = SINK + new * BLOCK  # first token of the block that will be filling
+            left = max(0, first - start)
+            slot = SINK + new % 2 * BLOCK
+            for h in range(store.codes.shape[1]):
+                if new < old and new < kept and left > 0:
+                    decode(
+                        store,
+                        b,
+                        h,
+                        start,
+                        first,
+                        store.recent,
+                        ((b * store.codes.shape[1] + h) * store.recent.shape[2] + slot) * store.recent.shape[3],
+                    )
+                if first < SINK:
+                    store.recent[b, h, first:SINK] = 0
+                store.recent[b, h, slot + left : slot + BLOCK] = 0
+                if new < 1 or new - 1 < kept:
+                    other = SINK + (new + 1) % 2 * BLOCK
+                    store.recent[b, h, other : other + BLOCK] = 0
+            store.codes[b, :, new:old] = 0
+            store.params[b, :, new:old] = 0
+            return min(kept, new)
+
+        return keys
+
+    def values(store, b, first, last, kept):
+        if first < SINK:
+            store.sinks[b, :, first:SINK] = 0
+        head_bytes = store.codes.shape[3] // 8
+        for h in range(store.codes.shape[1]):
+            for token in range(max(first, SINK), last):
+                block, i = (token - SINK) // BLOCK, (token - SINK) % BLOCK
+                group = store.codes[b, h, block, i // 4 * head_bytes : (i // 4 + 1) * head_bytes]
+                group[i % 4 :: 4] = 0
+                store.params[b, h, block, 0, i] = 0
+                store.params[b, h, block, 1, i] = 0
+        return kept
+
+    return values
+
+
+@exact
+def append_store(store, x, state):
+    """Append float32 [B, H, S, D] to one store; False, and nothing done, where it does not fit."""
+    count = x.shape[2]
+    for b in range(x.shape[0]):
+        if state[b, LENGTH] + count > capacity_of(store):
+            return False
+    for b in range(x.shape[0]):
+        write(store, x, b, state[b, LENGTH])
+    return True
+
+
+@exact
+def advance(state, count):
+    """Count *count* tokens as stored, in every batch row."""
+    for b in range(state.shape[0]):
+        old, new = state[b, LENGTH], state[b, LENGTH] + count
+        if sealed_blocks(new) > sealed_blocks(old):
+            state[b, KEPT] = sealed_blocks(new) - 1
+        state[b, LENGTH] = new
+
+
+@exact
+def append(buffers, k, v):
+    """Append keys and values to a cache, in place.
+
+    Parameters
+    ----------
+    buffers : KVBuffers
+        Modified in place, ``state`` included.
+    k : float32 [B, H, S, D], C-contiguous
+    v : float32 [B, H, S, Dv], C-contiguous
+        Finite where the format is a code.
+
+    Returns
+    -------
+    bool
+        False, and nothing done, if the buffers have no room for S more tokens.
+    """
+    if k.shape[2] == 0:
+        return True
+    for b in range(k.shape[0]):
+        if buffers.state[b, LENGTH] + k.shape[2] > min(capacity_of(buffers.k), capacity_of(buffers.v)):
+            return False
+    for b in range(k.shape[0]):
+        write(buffers.k, k, b, buffers.state[b, LENGTH])
+        write(buffers.v, v, b, buffers.state[b, LENGTH])
+    advance(buffers.state, k.shape[2])
+    return True
+
+
+@exact
+def truncate_store(store, state, n):
+    """Erase tokens from *n* on in one store and say so in *state*."""
+    for b in range(state.shape[0]):
+        if n < state[b, LENGTH]:
+            state[b, KEPT] = wipe(store, b, n, state[b, LENGTH], state[b, KEPT])
+            state[b, LENGTH] = n
+
+
+@exact
+def truncate(buffers, n):
+    """Keep the first *n* tokens of a cache, in place; what is removed is erased."""
+    state = buffers.state
+    for b in range(state.shape[0]):
+        if n < state[b, LENGTH]:
+            wipe(buffers.v, b, n, state[b, LENGTH], state[b, KEPT])
+            state[b, KEPT] = wipe(buffers.k, b, n, state[b, LENGTH], state[b, KEPT])
+            state[b, LENGTH] = n

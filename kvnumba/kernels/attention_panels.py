@@ -1,0 +1,84 @@
+"""Attention of many query rows: each tile of the cache is turned into panels once, then multiplied in registers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvnumba._jit import sums
+from kvnumba.buffers import LENGTH
+from kvnumba.kernels import softmax
+from kvnumba.kernels.panels import PANEL, PANEL_ROWS, key_panels, multiply, multiply_add, value_panels
+from kvnumba.kernels.states import Plan, bias_row, init_states, load_queries, store_rows, visible
+from kvnumba.kernels.tiles import TILE, tile_end, tile_start
+from kvnumba.simd import LANES
+
+
+@sums
+def plan_panels(rows, dim, v_dim):
+    """Scratch of a unit of many rows; *rows* is a multiple of PANEL_ROWS. ``weights`` and ``alphas`` are the panels."""
+    q_stride = (dim + LANES - 1) // LANES * LANES
+    acc_stride = (v_dim + PANEL - 1) // PANEL * PANEL
+    scores = rows * q_stride
+    key_at = scores + PANEL_ROWS * TILE
+    value_at = key_at + TILE * q_stride
+    m = value_at + TILE * acc_stride
+    states = (rows + LANES - 1) // LANES * LANES
+    acc = m + 3 * states
+    return Plan(0, q_stride, scores, key_at, value_at, m, m + states, m + 2 * states, acc, acc_stride,
+                acc + rows * acc_stride)  # fmt: skip
+
+
+@sums
+def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
+    """Queries [first, last) of one KV head's group, many of them; True if the result is finite."""
+    dim, v_dim, queries = q.shape[3], out.shape[3], q.shape[2]
+    group = q.shape[1] // buffers.k[0].shape[1]
+    length = buffers.state[b, LENGTH]
+    rows = (last - first) * group
+    padded_rows = (rows + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS
+    plan = plan_panels(padded_rows, dim, v_dim)
+    work = np.zeros(plan.size, np.float32)
+    load_queries(work, plan, q, b, h, first, last, group, sm_scale)
+    init_states(work, plan, padded_rows)
+
+    token = visible(first, queries, length, causal, extras)[0]
+    stop = visible(last - 1, queries, length, causal, extras)[1]
+    token = tile_start(buffers, token, length)
+    while token < stop:
+        end = tile_end(buffers, token, length)
+        key_panels(buffers.k, b, h, token, end, length, dim, work, plan.weights, plan.q_stride)
+        value_panels(buffers.v, b, h, token, end, v_dim, work, plan.alphas, TILE)
+        for r in range(0, rows, PANEL_ROWS):
+            high = visible(first + (min(r + PANEL_ROWS, rows) - 1) // group, queries, length, causal, extras)[1]
+            low = visible(first + r // group, queries, length, causal, extras)[0]
+            count = min(end, high) - token
+            if count > 0 and low < end:
+                attend_panel(work, plan, token, count, r, min(PANEL_ROWS, rows - r), b, h, first, group, queries,
+                             length, causal, extras)  # fmt: skip
+        token = end
+    return store_rows(work, plan, out, lse, b, h, first, last, group, extras)
+
+
+@sums
+def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries, length, causal, extras):
+    """Take the *count* keys from *token* on, a tile in panels, into the states of rows r to r + PANEL_ROWS."""
+    for t in range(0, count, PANEL):
+        multiply(work, plan.q + r * plan.q_stride, plan.q_stride, plan.q_stride, plan.weights + t * plan.q_stride,
+                 plan.scores + t, TILE)  # fmt: skip
+    padded = (count + LANES - 1) // LANES * LANES
+    for j in range(PANEL_ROWS):
+        at = plan.scores + j * TILE
+        if j >= rows:
+            softmax.clear(work, at, padded)
+            continue
+        i, g = first + (r + j) // group, (r + j) % group
+        low, high = visible(i, queries, length, causal, extras)
+        seen = min(max(high - token, 0), count)
+        if extras is not None:
+            bias_row(work, at, token, token + seen, low, high, b, h * group + g, i, length - queries + i, extras)
+        ratio = softmax.update(work, at, seen, padded, plan.m + r + j, plan.l + r + j)
+        if ratio != np.float32(1):
+            softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, ratio)
+    for c in range(0, plan.acc_stride, PANEL):
+        multiply_add(work, plan.scores, TILE, count, plan.alphas + c * TILE, plan.acc + r * plan.acc_stride + c,
+                     plan.acc_stride)  # fmt: skip

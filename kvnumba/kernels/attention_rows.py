@@ -1,0 +1,68 @@
+"""Attention of a few query rows: the cache is read as it is, codes included, once for every four rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvnumba._jit import sums
+from kvnumba.buffers import LENGTH
+from kvnumba.kernels import softmax
+from kvnumba.kernels.codes import GROUP_WORDS
+from kvnumba.kernels.rows import ROWS
+from kvnumba.kernels.states import Plan, bias_row, init_states, load_queries, store_rows, visible
+from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end, tile_start
+from kvnumba.simd import LANES
+
+
+@sums
+def plan_rows(rows, dim, v_dim):
+    """Scratch of a unit of few rows: queries, one tile of scores for ROWS of them, byte weights, states."""
+    q_stride = (dim + LANES - 1) // LANES * LANES
+    acc_stride = (v_dim + 2 * LANES - 1) // (2 * LANES) * (2 * LANES)
+    scores = rows * q_stride
+    weights = scores + ROWS * TILE
+    alphas = weights + max(TILE, q_stride) // 4 * GROUP_WORDS
+    m = alphas + LANES
+    states = (rows + LANES - 1) // LANES * LANES
+    acc = m + 3 * states
+    return Plan(0, q_stride, scores, weights, alphas, m, m + states, m + 2 * states, acc, acc_stride,
+                acc + rows * acc_stride)  # fmt: skip
+
+
+@sums
+def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
+    """Queries [first, last) of one KV head's group, few of them; True if the result is finite."""
+    dim, v_dim, queries = q.shape[3], out.shape[3], q.shape[2]
+    group = q.shape[1] // buffers.k[0].shape[1]
+    length = buffers.state[b, LENGTH]
+    rows = (last - first) * group
+    plan = plan_rows(rows, dim, v_dim)
+    work = np.empty(plan.size, np.float32)
+    load_queries(work, plan, q, b, h, first, last, group, sm_scale)
+    init_states(work, plan, rows)
+
+    token = visible(first, queries, length, causal, extras)[0]
+    stop = visible(last - 1, queries, length, causal, extras)[1]
+    token = tile_start(buffers, token, length)
+    while token < stop:
+        end = tile_end(buffers, token, length)
+        for r in range(0, rows, ROWS):
+            n = min(ROWS, rows - r)
+            score_tile(buffers.k, b, h, token, end, length, dim, work, plan.q + r * plan.q_stride, plan.q_stride,
+                       plan.scores, TILE, plan.weights, n)  # fmt: skip
+            for j in range(n):
+                i, g = first + (r + j) // group, (r + j) % group
+                low, high = visible(i, queries, length, causal, extras)
+                if extras is not None or high < end:
+                    bias_row(work, plan.scores + j * TILE, token, end, low, high, b, h * group + g, i,
+                             length - queries + i, extras)  # fmt: skip
+                padded = (end - token + LANES - 1) // LANES * LANES
+                ratio = softmax.update(work, plan.scores + j * TILE, end - token, padded, plan.m + r + j,
+                                       plan.l + r + j)  # fmt: skip
+                if ratio != np.float32(1):
+                    softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, ratio)
+                    work[plan.bases + r + j] *= ratio
+            accumulate_tile(buffers.v, b, h, token, end, v_dim, work, plan.scores, TILE, plan.weights, plan.alphas,
+                            plan.bases + r, plan.acc + r * plan.acc_stride, plan.acc_stride, n)  # fmt: skip
+        token = end
+    return store_rows(work, plan, out, lse, b, h, first, last, group, extras)

@@ -1,0 +1,189 @@
+"""Making the memory form: codes of a key block, codes of a value token, rows of 16 bits.
+
+Codes follow the definition of a quantized cache to the bit (``kvnumba.reference``): lo = min, scale = (max - min) / L
+or 1 where that is not > 0, code = (x - lo) / scale rounded half away from zero, all in float32 with one rounding for
+each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from kvnumba.simd import F32, I8, I32, LANES, Emitter, Pointer, Value, microkernel
+from kvnumba.spec import BLOCK
+
+_WORDS = ir.VectorType(I32, LANES)
+
+
+def _scale(e: Emitter, lo: Value, hi: Value, levels: float) -> Value:
+    scale = (hi - lo) / levels
+    return e.select(scale.compare(">", 0.0), scale, e.same(scale, 1.0))
+
+
+def _code(e: Emitter, x: Value, lo: Value, scale: Value, levels: float) -> Value:
+    """Codes as int32; a NaN becomes 0."""
+    quotient = e.minimum(e.maximum((x - lo) / scale, e.zeros()), e.full(levels))
+    whole = Value(e.builder, e.builder.fptosi(quotient.ir, _WORDS))
+    half = (quotient - e.to_float(whole)).compare(">=", 0.5)
+    return e.select(half, whole + 1, whole)
+
+
+def _load(e: Emitter, rows: Pointer, at: Value, mask: Value | None) -> Value:
+    return e.load(rows, at, LANES) if mask is None else e.load_masked(rows, at, mask)
+
+
+def _seal(bits: int) -> Any:
+    levels = float((1 << bits) - 1)
+    group_bytes = 4 * BLOCK * bits // 8
+
+    @microkernel
+    def seal(e, rows, start, dim, codes, code_at, params, param_at, padded):
+        """Quantize one key block.
+
+        Parameters
+        ----------
+        rows : float32 array
+            ``start`` is the first of 32 rows of *dim* channels.
+        codes : uint8 array
+            ``code_at``: the block's codes, overwritten.
+        params : float32 array
+            ``param_at``: lo, and *padded* further scale, overwritten; channels past *dim* get 0 and 1.
+        """
+
+        def channels(c, mask):
+            lowest, highest = (e.variable(_load(e, rows, start + c, mask)) for _ in range(2))
+            with e.range(1, BLOCK) as t:
+                x = _load(e, rows, start + t * dim + c, mask)
+                lowest.set(e.minimum(x, lowest.get()))
+                highest.set(e.maximum(x, highest.get()))
+            lo = lowest.get() + 0.0  # no negative zero
+            scale = _scale(e, lo, highest.get(), levels)
+            e.store(lo, params, param_at + c)
+            e.store(scale, params, param_at + padded + c)
+
+            def code(t):
+                return _code(e, _load(e, rows, start + t * dim + c, mask), lo, scale, levels)
+
+            quad = ir.VectorType(I32, LANES // 4)
+            with e.range(0, BLOCK if bits == 8 else BLOCK // 2, 4) as t:
+                words = []
+                for i in range(4):
+                    both = code(t + i) if bits == 8 else code(t + i) | (code(t + i + BLOCK // 2) << 4)
+                    words.append(e.bitcast(e.truncate(both, I8), quad))
+                four = e.join(words)  # [token][group of 4 channels]
+                for g in range(LANES // 4):
+                    group = (c >> 2) + g
+                    with e.when((group << 2).compare("<", dim)):
+                        word = e.shuffle(four, None, [4 * i + g for i in range(4)])
+                        part = e.bitcast(word, ir.VectorType(I8, LANES))
+                        e.store(part, codes, code_at + group * group_bytes + t * 4)
+
+        full = dim & -LANES
+        with e.range(0, full, LANES) as c:
+            channels(c, None)
+        with e.when(full.compare("<", dim)):
+            channels(full, e.first_lanes(dim - full))
+
+    return seal
+
+
+def _put(bits: int) -> Any:
+    levels = float((1 << bits) - 1)
+    step = LANES if bits == 8 else 2 * LANES  # channels in one vector of bytes
+
+    @microkernel
+    def put(e, row, start, dim, codes, code_at, slot, params, param_at):
+        """Quantize the value of one token.
+
+        Parameters
+        ----------
+        row : float32 array
+            ``start``: its *dim* channels.
+        codes : uint8 array
+            ``code_at``: the token's group of four, of which it is number *slot*; only its bytes change.
+        params : float32 array
+            ``param_at``: the token's lo, and 32 further its scale; overwritten.
+        """
+        full = dim & -LANES
+        tail = e.first_lanes(dim - full)
+        lowest, highest = e.variable(e.full(np.inf)), e.variable(e.full(-np.inf))
+        with e.range(0, full, LANES) as c:
+            x = e.load(row, start + c, LANES)
+            lowest.set(e.minimum(x, lowest.get()))
+            highest.set(e.maximum(x, highest.get()))
+        with e.when(full.compare("<", dim)):
+            x = e.load_masked(row, start + full, tail)
+            lowest.set(e.select(tail, e.minimum(x, lowest.get()), lowest.get()))
+            highest.set(e.select(tail, e.maximum(x, highest.get()), highest.get()))
+        lo = e.reduce_min(lowest.get()) + 0.0
+        scale = _scale(e, lo, e.reduce_max(highest.get()), levels)
+        e.store(lo, params, param_at)
+        e.store(scale, params, param_at + BLOCK)
+        lanes_lo, lanes_scale = e.splat(lo), e.splat(scale)
+        shift = e.splat(e.truncate(slot << 3, I32))
+        hole = (e.full(255, I32) << shift) ^ -1
+
+        def code(c):
+            # Channels past the last read as 0 through the mask; what their code is does not matter.
+            mask = e.first_lanes(dim - c)
+            return _code(e, e.load_masked(row, start + c, mask), lanes_lo, lanes_scale, levels)
+
+        with e.range(0, dim, step) as c:
+            if bits == 8:
+                byte = code(c) ^ 128
+            else:
+                byte = (code(c) ^ 8) | ((code(c + LANES) ^ 8) << 4)
+            at = code_at + c * (4 * bits // 8)
+            old = e.load(codes, at, LANES, item=I32)
+            e.store((old & hole) | (byte << shift), codes, at)
+
+    return put
+
+
+def _narrow(convert: Callable[[Emitter, Value], Value]) -> Any:
+    @microkernel
+    def narrow(e, source, start, count, rows, at):
+        """rows[at : at + count] = source[start : start + count] rounded to 16 bits, to nearest even."""
+        full = count & -LANES
+        with e.range(0, full, LANES) as i:
+            e.store(convert(e, e.load(source, start + i, LANES)), rows, at + i)
+        with e.when(full.compare("<", count)):
+            mask = e.first_lanes(count - full)
+            e.store_masked(convert(e, e.load_masked(source, start + full, mask)), rows, at + full, mask)
+
+    return narrow
+
+
+def _widen(convert: Callable[[Emitter, Value], Value]) -> Any:
+    @microkernel
+    def widen(e, rows, start, count, out, at):
+        """out[at : at + count] = rows[start : start + count] as float32, exactly."""
+        full = count & -LANES
+        with e.range(0, full, LANES) as i:
+            e.store(convert(e, e.load(rows, start + i, LANES)), out, at + i)
+        with e.when(full.compare("<", count)):
+            mask = e.first_lanes(count - full)
+            e.store_masked(convert(e, e.load_masked(rows, start + full, mask)), out, at + full, mask)
+
+    return widen
+
+
+@microkernel
+def copy(e, source, start, count, target, at):
+    """target[at : at + count] = source[start : start + count], float32."""
+    full = count & -LANES
+    with e.range(0, full, LANES) as i:
+        e.store(e.load(source, start + i, LANES, item=F32), target, at + i)
+    with e.when(full.compare("<", count)):
+        mask = e.first_lanes(count - full)
+        e.store_masked(e.load_masked(source, start + full, mask), target, at + full, mask)
+
+
+seal_int8, seal_int4 = _seal(8), _seal(4)
+put_int8, put_int4 = _put(8), _put(4)
+narrow_float16, narrow_bfloat16 = _narrow(Emitter.narrow_half), _narrow(Emitter.narrow_bfloat)
+widen_float16, widen_bfloat16 = _widen(Emitter.widen_half), _widen(Emitter.widen_bfloat)

@@ -1,0 +1,78 @@
+"""Sizes and formats: what a cache is made of, in numbers, before any array exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+#: Tokens of a sequence that stay float32 at its start (attention sinks).
+SINK = 4
+#: Tokens that share the quantization parameters of one key channel.
+BLOCK = 32
+
+Format = Literal["float32", "float16", "bfloat16", "int8", "int4"]
+FORMATS: tuple[str, ...] = get_args(Format)
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+#: Formats whose elements are codes with ``lo`` and ``scale``.
+CODE_FORMATS = ("int8", "int4")
+
+#: Bytes of one group's parameters: ``lo`` and ``scale``, float32 each.
+GROUP_BYTES = 8
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The fixed numbers of one layer's key/value cache.
+
+    Attributes
+    ----------
+    num_kv_heads, head_dim, v_head_dim : int
+        Heads of keys and values; channels of a key; channels of a value.
+    k_format, v_format : str
+        One of ``FORMATS``.
+    batch_size : int
+        Rows that advance together.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    k_format: str = "float32"
+    v_format: str = "float32"
+    batch_size: int = 1
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers stored for one token of the whole batch: keys and values, all heads."""
+        return self.batch_size * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one further token costs in the long run, parameters included.
+
+        A key block of 32 tokens carries ``lo`` and ``scale`` for each channel, a value token carries one pair.
+        The sinks, the residual and spare capacity do not grow with the length and are not counted.
+        """
+        per_head = key_bytes(self.k_format, self.head_dim) + value_bytes(self.v_format, self.v_head_dim)
+        return self.batch_size * self.num_kv_heads * per_head
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits that one stored number costs in the long run, parameters included."""
+        return 8 * self.bytes_per_token / self.values_per_token
+
+
+def row_bytes(dim: int, bits: int) -> int:
+    """Bytes of one packed row of *dim* codes in the interchange form: ``ceil(dim * bits / 8)``."""
+    return (dim * bits + 7) // 8
+
+
+def key_bytes(format: str, dim: int) -> float:
+    """Bytes of one key of one head, in the long run."""
+    params = GROUP_BYTES * dim / BLOCK if format in CODE_FORMATS else 0.0
+    return row_bytes(dim, BITS[format]) + params
+
+
+def value_bytes(format: str, dim: int) -> float:
+    """Bytes of one value of one head, in the long run."""
+    return row_bytes(dim, BITS[format]) + (GROUP_BYTES if format in CODE_FORMATS else 0)
