@@ -1,0 +1,35 @@
+"""A key/value cache for language model inference on the CPU: small, fast, and exact about its state."""
+
+from kvnumba._version import __version__
+from kvnumba.attention import attention, merge_attention
+from kvnumba.cache import KVCache, QuantizedCache
+from kvnumba.growing import ConcatCache, InPlaceCache
+from kvnumba.quantization import (
+    QuantizedTensor,
+    pack_nibbles,
+    quantize_per_channel,
+    quantize_per_token,
+    unpack_nibbles,
+)
+from kvnumba.snapshot import Snapshot
+from kvnumba.spec import FORMATS, CacheSpec
+from kvnumba.warm import warmup
+
+__all__ = [
+    "FORMATS",
+    "CacheSpec",
+    "ConcatCache",
+    "InPlaceCache",
+    "KVCache",
+    "QuantizedCache",
+    "QuantizedTensor",
+    "Snapshot",
+    "__version__",
+    "attention",
+    "merge_attention",
+    "pack_nibbles",
+    "quantize_per_channel",
+    "quantize_per_token",
+    "unpack_nibbles",
+    "warmup",
+]

@@ -1,0 +1,210 @@
+"""Attention as a function: over plain arrays, over the buffers of a cache, and the merge of partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvnumba import checks
+from kvnumba.buffers import LENGTH, Float32Rows, KVBuffers
+from kvnumba.kernels import attention as kernels
+from kvnumba.kernels.states import Extras
+
+Array = npt.NDArray[Any]
+
+_NONE = np.empty(0, np.float32)
+_NO_MASK = np.empty((0, 0, 0, 0), np.float32)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    mask: Any = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sink_logits: Any = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Any:
+    """Grouped-query attention over plain arrays, computed in float32.
+
+    Parameters
+    ----------
+    q : array_like [B, H_q, S, D]
+        Queries, the last S positions of the sequence. Query head h reads KV head ``h // (H_q // H_kv)``.
+    k : array_like [B, H_kv, T, D]
+    v : array_like [B, H_kv, T, Dv]
+    causal : bool
+        Query i sees keys up to position T - S + i.
+    sm_scale : float, optional
+        Factor of q.k; 1/sqrt(D) if None.
+    mask : array_like, optional
+        Broadcastable to [B, H_q, S, T]. bool: True keeps the key; float: added to the scores.
+    window : (left, right), optional
+        Query at position p sees keys p - left to p + right; -1 for no limit.
+    softcap : float
+        Scores become softcap * tanh(score / softcap) before mask and bias; 0 for none.
+    alibi_slopes : array_like [H_q], optional
+        ``slope * |p - j|`` is taken off the score of key j for the query at position p.
+    sink_logits : array_like [H_q], optional
+        One further score for each head that has no value: it only takes part in the sum.
+    return_lse : bool
+        Also return the log of the sum of exponentials of each row, for `merge_attention`.
+    out : ndarray, optional
+        Where to put the result, [B, H_q, S, Dv].
+
+    Returns
+    -------
+    out : ndarray [B, H_q, S, Dv]
+        In the dtype of *q*. A row that sees no key is 0.
+    lse : ndarray float32 [B, H_q, S]
+        Only with ``return_lse``; -inf for a row that sees no key.
+    """
+    query = checks.numbers("q", q)
+    if query.ndim != 4:
+        raise ValueError(f"q must have shape [batch, num_q_heads, S, head_dim], got {list(query.shape)}")
+    keys = checks.tokens("k", k, (query.shape[0], None, None, query.shape[3]), "[batch, num_kv_heads, T, head_dim]")
+    shape = (keys.shape[0], keys.shape[1], keys.shape[2], None)
+    values = checks.tokens("v", v, shape, "[batch, num_kv_heads, T, v_head_dim]")
+    if keys.shape[1] == 0 or keys.shape[3] == 0 or values.shape[3] == 0:
+        raise ValueError(f"k and v must have heads and channels, got k {list(keys.shape)} and v {list(values.shape)}")
+    state = np.zeros((keys.shape[0], 2), np.int64)
+    state[:, LENGTH] = keys.shape[2]
+    buffers = KVBuffers(Float32Rows(keys), Float32Rows(values), state)
+    request = prepare(
+        buffers, keys.shape[2], query, causal=causal, sm_scale=sm_scale, mask=mask, window=window, softcap=softcap,
+        alibi_slopes=alibi_slopes, sink_logits=sink_logits, return_lse=return_lse, out=out,
+    )  # fmt: skip
+    return run(buffers, request)
+
+
+class Request(NamedTuple):
+    """A checked call of `attention`: what the kernel takes, and what the caller gets."""
+
+    query: npt.NDArray[np.float32]  #: [B, H_q, S, D], C order
+    dtype: np.dtype[Any]  #: of the result
+    scale: float
+    causal: bool
+    extras: Extras | None
+    return_lse: bool
+    out: Array | None
+
+
+def prepare(
+    buffers: KVBuffers,
+    length: int,
+    q: Any,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    mask: Any = None,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sink_logits: Any = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Request:
+    """Check the arguments of attention over buffers that (will) hold *length* tokens; options as in `attention`."""
+    first = buffers.k[0]
+    query, dtype = checks.query(q, first.shape[0], first.shape[1], first.shape[3])
+    scale = checks.scale(sm_scale, first.shape[3])
+    extras = None
+    if mask is not None or window is not None or alibi_slopes is not None or sink_logits is not None or softcap != 0:
+        extras = _extras(mask, window, softcap, alibi_slopes, sink_logits, query.shape, length)
+    if out is not None:
+        checks.output("out", out, (*query.shape[:3], buffers.v[0].shape[3]), dtype)
+    return Request(query, dtype, scale, bool(causal), extras, bool(return_lse), out)
+
+
+def run(buffers: KVBuffers, request: Request) -> Any:
+    """Attention over buffers, as prepared."""
+    query, out = request.query, request.out
+    if out is not None and out.dtype == np.float32 and out.flags.carray:
+        result = out
+    else:
+        result = np.empty((*query.shape[:3], buffers.v[0].shape[3]), np.float32)
+    lse = np.empty(query.shape[:3], np.float32)
+    # As kernels.attend, which compiles all three.
+    rows = query.shape[2] * (query.shape[1] // buffers.k[0].shape[1])
+    fast = kernels.attend_few if rows <= kernels.FEW_ROWS else kernels.attend_many
+    if not fast(buffers, query, result, lse, request.scale, request.causal, request.extras):
+        kernels.attend_again(buffers, query, result, lse, request.scale, request.causal, request.extras)
+    if out is None:
+        out = result if request.dtype == np.float32 else result.astype(request.dtype)
+    elif out is not result:
+        out[...] = result
+    return (out, lse) if request.return_lse else out
+
+
+def _extras(
+    mask: Any,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sink_logits: Any,
+    shape: tuple[int, ...],
+    length: int,
+) -> Extras:
+    checked = checks.mask(mask, shape[0], shape[1], shape[2], length)
+    added = _NO_MASK
+    if checked is not None:
+        added = checked.array
+        if added.dtype == np.uint8:
+            added = np.where(added, np.float32(0), np.float32(-np.inf))
+    left, right = (-1, -1) if window is None else checks.window(window)
+    slopes = _NONE if alibi_slopes is None else checks.per_head("alibi_slopes", alibi_slopes, shape[1])
+    logits = _NONE if sink_logits is None else checks.per_head("sink_logits", sink_logits, shape[1])
+    return Extras(added, checks.softcap(softcap), left, right, slopes, logits)
+
+
+def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, npt.NDArray[np.float32]]:
+    """Merge attention over disjoint sets of keys into attention over all of them.
+
+    Parameters
+    ----------
+    outs : sequence of arrays [B, H_q, S, Dv]
+        Results of attention of the same queries over each set.
+    lses : sequence of arrays [B, H_q, S]
+        Their ``lse``.
+
+    Returns
+    -------
+    out : ndarray [B, H_q, S, Dv]
+        In the dtype of the first of *outs*.
+    lse : ndarray float32 [B, H_q, S]
+
+    Notes
+    -----
+    out = sum of exp(lse_i - lse) * out_i with lse = log of the sum of exp(lse_i), in float64, in the order given.
+    A part that sees nothing (lse -inf) has no weight, whatever it holds.
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise ValueError(f"outs and lses must be of the same length, at least 1, got {len(outs)} and {len(lses)}")
+    parts = [checks.numbers(f"outs[{i}]", x) for i, x in enumerate(outs)]
+    sums = [checks.numbers(f"lses[{i}]", x).astype(np.float64) for i, x in enumerate(lses)]
+    for i, (part, lse) in enumerate(zip(parts, sums, strict=True)):
+        if part.shape != parts[0].shape:
+            raise ValueError(f"outs[{i}] must have shape {list(parts[0].shape)} as outs[0], got {list(part.shape)}")
+        if lse.shape != part.shape[:-1]:
+            raise ValueError(f"lses[{i}] must have shape {list(part.shape[:-1])}, got {list(lse.shape)}")
+    top = np.maximum.reduce(sums)
+    anchor = np.where(np.isneginf(top), 0.0, top)
+    weights = [np.exp(lse - anchor) for lse in sums]
+    total = np.sum(weights, axis=0)
+    merged = np.zeros(parts[0].shape, np.float64)
+    for part, weight in zip(parts, weights, strict=True):
+        merged += np.where(weight[..., None] > 0, part.astype(np.float64), 0.0) * weight[..., None]
+    seen = total > 0
+    merged /= np.where(seen, total, 1.0)[..., None]
+    with np.errstate(divide="ignore"):
+        lse = anchor + np.log(total)
+    return merged.astype(parts[0].dtype), lse.astype(np.float32)
