@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 import numba
 from numba.core import caching, config
 
+from kvnumba._version import __version__
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 #: False when the user asked Numba not to compile (``NUMBA_DISABLE_JIT=1``): classes then use ``reference``.
@@ -32,9 +34,9 @@ SUM_FLAGS = {"nsz", "arcp", "contract", "afn", "reassoc"}
 
 
 def _package_stamp() -> str:
-    """Digest of the size and modification time of every source file of the package."""
+    """Digest of the version, and of the size and modification time of every source file of the package."""
     root = Path(__file__).parent
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(__version__.encode())
     for path in sorted(root.rglob("*.py")):
         info = path.stat()
         digest.update(f"{path.relative_to(root)}:{info.st_size}:{info.st_mtime_ns};".encode())

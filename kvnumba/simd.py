@@ -43,6 +43,11 @@ EXP_LOWEST = -87.33654
 EXP_POLYNOMIAL = (1.0, 1.0, 0.49999994, 0.16666432, 0.041668002, 0.008374171, 0.0013843635)
 
 
+#: Flags without effect on the instruction they stand on. Numba's ``fastmath`` gives its flags to every instruction that
+#: has none, and with ``reassoc`` LLVM would fold (x + magic) - magic to x: micro-kernels mean what they write.
+_AS_WRITTEN = {"fadd": ("arcp",), "fsub": ("arcp",), "fmul": ("arcp",), "fdiv": ("contract",), "fcmp": ("arcp",)}
+
+
 class Value:
     """An LLVM value with operators; the other operand may be a number, which is taken as a constant of its type."""
 
@@ -62,7 +67,8 @@ class Value:
     def _binary(self, integer: str, floating: str | None, other: Value | int | float) -> Value:
         name = floating if self.is_float else integer
         assert name is not None, f"no {integer} of floats"
-        return Value(self.builder, getattr(self.builder, name)(self.ir, self.like(other)))
+        flags = {"flags": _AS_WRITTEN[name]} if self.is_float else {}
+        return Value(self.builder, getattr(self.builder, name)(self.ir, self.like(other), **flags))
 
     def __add__(self, other: Value | int | float) -> Value:
         return self._binary("add", "fadd", other)
@@ -102,8 +108,9 @@ class Value:
     def compare(self, operator: str, other: Value | int | float) -> Value:
         """Ordered comparison of floats (false for NaN), signed comparison of integers."""
         b = self.builder
-        emit = b.fcmp_ordered if self.is_float else b.icmp_signed
-        return Value(b, emit(operator, self.ir, self.like(other)))
+        if self.is_float:
+            return Value(b, b.fcmp_ordered(operator, self.ir, self.like(other), flags=_AS_WRITTEN["fcmp"]))
+        return Value(b, b.icmp_signed(operator, self.ir, self.like(other)))
 
 
 def constant(kind: ir.Type, number: int | float) -> ir.Constant:
@@ -342,7 +349,7 @@ class Emitter:
         bits = self.bitcast(x, _retyped(x, I32))
         rounded = bits + ((bits >> 16) & 1) + 0x7FFF
         quiet = bits | 0x400000
-        is_nan = Value(self.builder, self.builder.fcmp_unordered("uno", x.ir, x.ir))
+        is_nan = Value(self.builder, self.builder.fcmp_unordered("uno", x.ir, x.ir, flags=_AS_WRITTEN["fcmp"]))
         return self.truncate(self.select(is_nan, quiet, rounded) >> 16, I16)
 
     # bytes ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,203 @@
+"""The package as a whole: what it costs to import, where it runs, and what its README says."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvnumba as kv
+
+PACKAGE = Path(kv.__file__).parent
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+# Appends 77 tokens in three parts and attends with the last query; prints what a user would see of it.
+# Arguments: K format, V format, file for the arrays.
+SESSION = """
+import sys
+import numpy as np
+import kvnumba as kv
+
+k_format, v_format, file = sys.argv[1:]
+rng = np.random.default_rng(18)
+k, v = (rng.standard_normal((1, 2, 77, 64), dtype=np.float32) for _ in range(2))
+q = rng.standard_normal((1, 4, 1, 64), dtype=np.float32)
+cache = kv.KVCache(2, 64, k_format=k_format, v_format=v_format)
+for start, stop in ((0, 40), (40, 41), (41, 77)):
+    cache.append(k[:, :, start:stop], v[:, :, start:stop])
+out = cache.attend(q)
+np.savez(file, q=q, k=k, v=v, keys=cache.keys(), values=cache.values(), out=out)
+"""
+
+
+def run(code: str, *arguments: object, cwd: Path | str | None = None, **changes: str | None) -> str:
+    """Run *code* in a fresh process and return what it wrote to stderr; a change to None unsets a variable."""
+    env = {**os.environ, **{name: value for name, value in changes.items() if value is not None}}
+    for name in [name for name, value in changes.items() if value is None]:
+        env.pop(name, None)
+    command = [sys.executable, "-W", "always", "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """softmax(q k^T / sqrt(D)) v in float64; one query per head sees every key."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights @ v / weights.sum(axis=-1, keepdims=True)
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+def assert_right(file: Path) -> None:
+    """The session's numbers are right.
+
+    What `attend` adds to the error is at most a tenth of the error that int4 codes themselves make, and half as much
+    again because the arrays are small. Plus the rounding of float32 sums of 77 terms.
+    """
+    with np.load(file) as found:
+        stored = exact_attention(found["q"], found["keys"], found["values"])
+        true = exact_attention(found["q"], found["k"], found["v"])
+        bound = 0.15 * rms(stored - true) + 77 * np.finfo(np.float32).eps * rms(true)
+        assert rms(found["out"] - stored) <= bound
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with compiled code of one session, `cache/`, and that session's arrays, `first.npz`."""
+    folder = tmp_path_factory.mktemp("warm")
+    run(SESSION, "int8", "int4", folder / "first.npz", NUMBA_CACHE_DIR=str(folder / "cache"))
+    return folder
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    assert kv.__version__ == metadata.version("kvnumba")
+    assert re.fullmatch(r"\d+\.\d+\.\d+([a-z0-9.+]*)", kv.__version__)
+
+
+def test_package_declares_its_types() -> None:
+    assert resources.files("kvnumba").joinpath("py.typed").is_file()
+
+
+def test_import_adds_less_than_300_ms_to_import_numba() -> None:
+    code = """
+import numba, numpy, sys, time
+start = time.perf_counter()
+import kvnumba
+sys.stderr.write(str(time.perf_counter() - start))
+"""
+    run(code)  # writes the byte code
+    seconds = [float(run(code)) for _ in range(5)]
+    assert min(seconds) < 0.3, seconds
+
+
+def test_import_compiles_nothing() -> None:
+    code = """
+import importlib, json, pkgutil, sys
+import kvnumba, kvnumba.kernels
+from numba.core.dispatcher import Dispatcher
+modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(kvnumba.kernels.__path__, "kvnumba.kernels.")]
+found = {id(x): x for module in [kvnumba, kvnumba.kernels, *modules] for x in vars(module).values()}
+dispatchers = [x for x in found.values() if isinstance(x, Dispatcher)]
+json.dump([len(dispatchers), [x.__name__ for x in dispatchers if x.signatures]], sys.stderr)
+"""
+    count, compiled = json.loads(run(code))
+    assert count > 0
+    assert compiled == []
+
+
+def test_works_with_at_most_one_warning_where_nothing_is_writable(tmp_path: Path) -> None:
+    copy = tmp_path / "site" / "kvnumba"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.nbi", "*.nbc"))
+    folders = [copy, *(path for path in copy.rglob("*") if path.is_dir())]
+    for folder in folders:  # root may write anywhere, but not below a file
+        (folder / "__pycache__").touch()
+        folder.chmod(0o555)
+    try:
+        # /dev/null/home cannot be made, not even by root
+        places = dict.fromkeys(("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA", "APPDATA"))
+        code = f"import sys; sys.path.insert(0, {str(copy.parent)!r})\n{SESSION}\n"
+        code += f"assert kv.__file__.startswith({str(copy)!r}), kv.__file__\n"
+        file = tmp_path / "out.npz"
+        said = run(code, "int8", "int4", file, cwd="/", HOME="/dev/null/home", USERPROFILE="/dev/null/home", **places)
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert said.count("Warning:") <= 1, said
+    assert_right(file)
+
+
+def test_works_again_after_files_of_the_compiled_code_were_cut(warm: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warm / "cache", cache)
+    indexes = sorted(cache.rglob("*.nbi"), key=lambda path: path.stat().st_size)
+    assert len(indexes) > 1, "the first session must have kept its compiled code"
+    cut, damaged = indexes[0], indexes[-1]
+    cut.write_bytes(b"")
+    data = list(damaged.parent.glob(glob.escape(damaged.name.removesuffix(".nbi")) + ".*.nbc"))
+    assert data, "the index must have compiled code beside it"
+    for file in data:
+        file.write_bytes(file.read_bytes()[:100])
+    for name in ("second.npz", "third.npz"):
+        run(SESSION, "int8", "int4", tmp_path / name, NUMBA_CACHE_DIR=str(cache))
+        with np.load(warm / "first.npz") as first, np.load(tmp_path / name) as again:
+            np.testing.assert_array_equal(first["out"], again["out"])
+    assert cut.stat().st_size > 0, "a damaged index must be written anew"
+    assert all(file.stat().st_size > 100 for file in data), "damaged code must be written anew"
+
+
+@pytest.mark.skipif(os.environ.get("NUMBA_CPU_NAME") is not None, reason="the host is already emulated")
+def test_an_older_cpu_makes_the_same_codes_and_right_sums(warm: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warm / "cache", cache)  # compiled for this host: must not be used by the older one
+    run(SESSION, "int8", "int4", tmp_path / "old.npz", NUMBA_CACHE_DIR=str(cache), NUMBA_CPU_NAME="generic")
+    with np.load(warm / "first.npz") as here, np.load(tmp_path / "old.npz") as old:
+        np.testing.assert_array_equal(here["keys"].view(np.uint32), old["keys"].view(np.uint32))
+        np.testing.assert_array_equal(here["values"].view(np.uint32), old["values"].view(np.uint32))
+    assert_right(warm / "first.npz")
+    assert_right(tmp_path / "old.npz")
+
+
+def readme_table() -> dict[str, list[str]]:
+    """Rows of the README's table of bytes per token: name -> cells."""
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {f"{k} {v}": cells.split(" | ") for k, v, cells in rows}
+
+
+def test_readme_table_of_bytes_per_token_is_what_cachespec_says() -> None:
+    table = readme_table()
+    assert len(table) >= 5
+    largest = kv.CacheSpec(8, 128, 128).bytes_per_token
+    for formats, cells in table.items():
+        k_format, v_format = formats.split()
+        spec = kv.CacheSpec(8, 128, 128, k_format, v_format)
+        expected = [f"{spec.bytes_per_token:,.0f}", f"{spec.bits_per_value:g}", f"{largest / spec.bytes_per_token:.2f}"]
+        assert cells == expected, formats
+
+
+def test_readme_example_runs(warm: Path) -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    code += "\nassert out.shape == (1, 32, 1, 128) and len(cache) == 500"
+    run(code, NUMBA_CACHE_DIR=str(warm / "cache"))
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_example_runs(example: str, warm: Path) -> None:
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    run(code, ROOT / "examples" / example, NUMBA_CACHE_DIR=str(warm / "cache"))
