@@ -1,5 +1,6 @@
 """A key/value cache for language model inference on the CPU: small, fast, and exact about its state."""
 
+from kvnumba._jit import COMPILED
 from kvnumba._version import __version__
 from kvnumba.attention import attention, merge_attention
 from kvnumba.cache import KVCache, QuantizedCache
@@ -14,6 +15,9 @@ from kvnumba.quantization import (
 from kvnumba.snapshot import Snapshot
 from kvnumba.spec import FORMATS, CacheSpec
 from kvnumba.warm import warmup
+
+if not COMPILED:
+    from kvnumba.uncompiled import KVCache, QuantizedCache
 
 __all__ = [
     "FORMATS",

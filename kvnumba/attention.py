@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvnumba import checks
+from kvnumba._jit import COMPILED
 from kvnumba.buffers import LENGTH, Float32Rows, KVBuffers
 from kvnumba.kernels import attention as kernels
 from kvnumba.kernels.states import Extras
@@ -127,6 +128,10 @@ def prepare(
 
 def run(buffers: KVBuffers, request: Request) -> Any:
     """Attention over buffers, as prepared."""
+    if not COMPILED:
+        from kvnumba.uncompiled import attend
+
+        return attend(request, buffers.k.rows, buffers.v.rows)
     query, out = request.query, request.out
     if out is not None and out.dtype == np.float32 and out.flags.carray:
         result = out

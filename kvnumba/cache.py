@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvnumba import checks
-from kvnumba.attention import prepare, run
+from kvnumba.attention import Request, prepare, run
 from kvnumba.buffers import (
     LENGTH,
     FloatRows,
@@ -105,7 +105,7 @@ class KVCache(Freezable):
         ValueError
             Wrong shape; NaN or infinity where the format is a code. Nothing is stored then.
         """
-        self._store(*self._checked(k, v))
+        self._write(*self._checked(k, v))
 
     def _checked(self, k: Any, v: Any) -> tuple[FloatArray, FloatArray]:
         k = checks.tokens("k", k, self._k_shape, "[batch, num_kv_heads, S, head_dim]")
@@ -117,7 +117,7 @@ class KVCache(Freezable):
             checks.finite("v", v)
         return k, v
 
-    def _store(self, k: FloatArray, v: FloatArray) -> None:
+    def _write(self, k: FloatArray, v: FloatArray) -> None:
         if not append(self._buffers, k, v):
             self._grow(self._length + k.shape[2])
             append(self._buffers, k, v)
@@ -140,13 +140,16 @@ class KVCache(Freezable):
         ndarray [B, H_q, S, Dv], or (out, lse) with ``return_lse``
             In the dtype of *q*. A row that sees no key is 0.
         """
-        return run(self._buffers, prepare(self._buffers, self._length, q, causal=causal, **options))
+        return self._run(prepare(self._buffers, self._length, q, causal=causal, **options))
 
     def step(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """`append` of *k* and *v*, then `attend` of *q*; all are checked before anything is stored."""
         k, v = self._checked(k, v)
         request = prepare(self._buffers, self._length + k.shape[2], q, **options)
-        self._store(k, v)
+        self._write(k, v)
+        return self._run(request)
+
+    def _run(self, request: Request) -> Any:
         return run(self._buffers, request)
 
     # ---- state
@@ -157,7 +160,9 @@ class KVCache(Freezable):
         A cut at or after the start of the last sealed key block leaves the state of a cache that was only ever fed the
         first *n* tokens. A deeper cut brings the kept tokens of the cut block back as their decoded values.
         """
-        n = checks.length("n", n, self._length)
+        self._cut(checks.length("n", n, self._length))
+
+    def _cut(self, n: int) -> None:
         truncate(self._buffers, n)
         self._length = n
 
@@ -295,10 +300,12 @@ class QuantizedCache(Freezable):
         if self._lead is None:
             self._lead, self._dim = array.shape[:-2], dim
         heads = int(np.prod(self._lead, dtype=np.int64))
-        rows = x.reshape(1, heads, x.shape[-2], dim)
+        self._write(x.reshape(1, heads, x.shape[-2], dim))
+
+    def _write(self, rows: FloatArray) -> None:
         needed = len(self) + rows.shape[2]
         if self._store is None:
-            self._store = allocate_store(self._kind, 1, heads, needed, dim)
+            self._store = allocate_store(self._kind, 1, rows.shape[1], needed, rows.shape[3])
         if not append_store(self._store, rows, self._state):
             self._store = grow_store(self._store, max(needed, 2 * self.capacity))
             append_store(self._store, rows, self._state)
@@ -308,15 +315,21 @@ class QuantizedCache(Freezable):
         """All tokens, decoded: a new float32 array [..., length, D]."""
         if self._lead is None:
             raise ValueError("the cache must hold tokens to have a shape, got an empty one; append first")
-        out = np.empty((1, int(np.prod(self._lead, dtype=np.int64)), len(self), self._dim), np.float32)
+        return self._decoded().reshape(*self._lead, len(self), self._dim)
+
+    def _decoded(self) -> FloatArray:
+        out = np.empty((1, self._store[0].shape[1], len(self), self._dim), np.float32)
         decode_store(self._store, self._state, out)
-        return out.reshape(*self._lead, len(self), self._dim)
+        return out
 
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens, as `KVCache.truncate`."""
         n = checks.length("n", n, len(self))
         if self._store is not None:
-            truncate_store(self._store, self._state, n)
+            self._cut(n)
+
+    def _cut(self, n: int) -> None:
+        truncate_store(self._store, self._state, n)
 
     def _clone(self) -> QuantizedCache:
         other = object.__new__(type(self))

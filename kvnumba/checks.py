@@ -237,15 +237,15 @@ def scale(sm_scale: Any, head_dim: int) -> float:
     ValueError
         NaN, infinite, or beyond the range of float32.
     """
-    return 1.0 / math.sqrt(head_dim) if sm_scale is None else real("sm_scale", sm_scale)
+    return 1.0 / math.sqrt(head_dim) if sm_scale is None else real("sm_scale", sm_scale, "a number or None")
 
 
-def real(name: str, value: Any) -> float:
+def real(name: str, value: Any, wanted: str = "a number") -> float:
     """Return *value* as float: a finite real number in the range of float32; else TypeError or ValueError."""
     if type(value) is not float and (
         isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating))
     ):
-        raise TypeError(f"{name} must be a number, got {_kind(value)}")
+        raise TypeError(f"{name} must be {wanted}, got {_kind(value)}")
     try:
         number = float(value)
     except OverflowError:

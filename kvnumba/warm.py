@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvnumba._jit import COMPILED
 from kvnumba.cache import KVCache
 
 
@@ -19,6 +20,8 @@ def warmup(*, k_format: str = "float32", v_format: str = "float32", prompt: bool
     prompt : bool
         Also the kernels for many queries at once.
     """
+    if not COMPILED:
+        return
     cache = KVCache(1, 16, k_format=k_format, v_format=v_format)
     token = np.zeros((1, 1, 1, 16), np.float32)
     cache.step(token, token, token)

@@ -72,12 +72,13 @@ def half_steps(x, format, axis):
     if format not in CODE_FORMATS:
         return np.zeros(x.shape)
     rng, error = np.random.default_rng(7), np.zeros(x.shape)
-    size = BLOCK if axis == "token" else 1  # tokens of one group: keys share a step over a block
-    end = SINK + max(x.shape[2] - SINK, 0) // size * size
+    size, axis = (BLOCK, 3) if axis == "token" else (1, 4)  # keys share a step over the tokens of a block
+    end = SINK + (x.shape[2] - SINK) // size * size
+    if end <= SINK:
+        return error
     coded = x[:, :, SINK:end].astype(np.float64)
     groups = coded.reshape(*x.shape[:2], -1, size, x.shape[3])
-    step = np.ptp(groups, 3 if axis == "token" else 4) if groups.size else np.zeros(0)
-    step = np.expand_dims(step, 3 if axis == "token" else 4) / (2 ** BITS[format] - 1)
+    step = np.ptp(groups, axis, keepdims=True) / (2 ** BITS[format] - 1)
     error[:, :, SINK:end] = (step * rng.uniform(-0.5, 0.5, groups.shape)).reshape(coded.shape)
     return error
 

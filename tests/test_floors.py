@@ -38,6 +38,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "quantization.py",
         "snapshot.py",
         "storage.py",
+        "uncompiled.py",
         "warm.py",
     ),
     5: ("__init__.py", "cli.py", "demo/*", "graph/*", "integrations/*"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvnumba._jit import sums
+from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels.attention_rows import plan_rows
 from kvnumba.kernels.decode import decode_token
@@ -16,7 +16,7 @@ from kvnumba.kernels.states import NEG_INF, bias_row, load_queries, visible
 from kvnumba.kernels.tiles import TILE, score_tile, tile_end
 
 
-@sums
+@inner
 def attend_careful(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
     """Queries [first, last) of one KV head's group, one row at a time."""
     queries, group = q.shape[2], q.shape[1] // buffers.k[0].shape[1]
@@ -40,7 +40,7 @@ def attend_careful(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, 
         weighted_sum(buffers, out, lse, extras, b, h, head, i, scores, value, total)
 
 
-@sums
+@inner
 def weighted_sum(buffers, out, lse, extras, b, h, head, i, scores, value, total):
     """Softmax of one row's *scores* (float64 [length]) and the sum of the values that have weight."""
     length, v_dim = scores.shape[0], out.shape[3]

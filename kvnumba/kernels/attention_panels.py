@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvnumba._jit import sums
+from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
 from kvnumba.kernels.panels import PANEL, PANEL_ROWS, key_panels, multiply, multiply_add, value_panels
@@ -13,7 +13,7 @@ from kvnumba.kernels.tiles import TILE, tile_end, tile_start
 from kvnumba.simd import LANES
 
 
-@sums
+@inner
 def plan_panels(rows, dim, v_dim):
     """Scratch of a unit of many rows; *rows* is a multiple of PANEL_ROWS. ``weights`` and ``alphas`` are the panels."""
     q_stride = (dim + LANES - 1) // LANES * LANES
@@ -28,7 +28,7 @@ def plan_panels(rows, dim, v_dim):
                 acc + rows * acc_stride)  # fmt: skip
 
 
-@sums
+@inner
 def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
     """Queries [first, last) of one KV head's group, many of them; True if the result is finite."""
     dim, v_dim, queries = q.shape[3], out.shape[3], q.shape[2]
@@ -59,7 +59,7 @@ def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, l
     return store_rows(work, plan, out, lse, b, h, first, last, group, extras)
 
 
-@sums
+@inner
 def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries, length, causal, extras):
     """Take the *count* keys from *token* on, a tile in panels, into the states of rows r to r + PANEL_ROWS."""
     for t in range(0, count, PANEL):
@@ -69,7 +69,7 @@ def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries,
     for j in range(PANEL_ROWS):
         at = plan.scores + j * TILE
         if j >= rows:
-            softmax.clear(work, at, padded)
+            softmax.fill(work, at, padded, 0.0)
             continue
         i, g = first + (r + j) // group, (r + j) % group
         low, high = visible(i, queries, length, causal, extras)

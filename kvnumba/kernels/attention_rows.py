@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvnumba._jit import sums
+from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
 from kvnumba.kernels.codes import GROUP_WORDS
@@ -14,7 +14,7 @@ from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end, t
 from kvnumba.simd import LANES
 
 
-@sums
+@inner
 def plan_rows(rows, dim, v_dim):
     """Scratch of a unit of few rows: queries, one tile of scores for ROWS of them, byte weights, states."""
     q_stride = (dim + LANES - 1) // LANES * LANES
@@ -29,7 +29,7 @@ def plan_rows(rows, dim, v_dim):
                 acc + rows * acc_stride)  # fmt: skip
 
 
-@sums
+@inner
 def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
     """Queries [first, last) of one KV head's group, few of them; True if the result is finite."""
     dim, v_dim, queries = q.shape[3], out.shape[3], q.shape[2]

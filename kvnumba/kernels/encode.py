@@ -2,7 +2,9 @@
 
 Codes follow the definition of a quantized cache to the bit (``kvnumba.reference``): lo = min, scale = (max - min) / L
 or 1 where that is not > 0, code = (x - lo) / scale rounded half away from zero, all in float32 with one rounding for
-each operation.
+each operation. A constant group, whose scale is 1 by that definition, is stored with scale 0, which decodes to the same
+value: attention on codes rounds its weights relative to the largest scale, and a 1 that stands for nothing would
+spoil those of small groups beside it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from kvnumba.spec import BLOCK
 _WORDS = ir.VectorType(I32, LANES)
 
 
-def _scale(e: Emitter, lo: Value, hi: Value, levels: float) -> Value:
+def _scale(e: Emitter, lo: Value, hi: Value, levels: float) -> tuple[Value, Value]:
+    """The scale as it is stored, 0 for a constant group, and as it divides, 1 there."""
     scale = (hi - lo) / levels
-    return e.select(scale.compare(">", 0.0), scale, e.same(scale, 1.0))
+    wide = scale.compare(">", 0.0)
+    return e.select(wide, scale, e.same(scale, 0.0)), e.select(wide, scale, e.same(scale, 1.0))
 
 
 def _code(e: Emitter, x: Value, lo: Value, scale: Value, levels: float) -> Value:
@@ -51,7 +55,7 @@ def _seal(bits: int) -> Any:
         codes : uint8 array
             ``code_at``: the block's codes, overwritten.
         params : float32 array
-            ``param_at``: lo, and *padded* further scale, overwritten; channels past *dim* get 0 and 1.
+            ``param_at``: lo, and *padded* further scale, overwritten; channels past *dim* get 0 and 0.
         """
 
         def channels(c, mask):
@@ -61,9 +65,9 @@ def _seal(bits: int) -> Any:
                 lowest.set(e.minimum(x, lowest.get()))
                 highest.set(e.maximum(x, highest.get()))
             lo = lowest.get() + 0.0  # no negative zero
-            scale = _scale(e, lo, highest.get(), levels)
+            stored, scale = _scale(e, lo, highest.get(), levels)
             e.store(lo, params, param_at + c)
-            e.store(scale, params, param_at + padded + c)
+            e.store(stored, params, param_at + padded + c)
 
             def code(t):
                 return _code(e, _load(e, rows, start + t * dim + c, mask), lo, scale, levels)
@@ -120,9 +124,9 @@ def _put(bits: int) -> Any:
             lowest.set(e.select(tail, e.minimum(x, lowest.get()), lowest.get()))
             highest.set(e.select(tail, e.maximum(x, highest.get()), highest.get()))
         lo = e.reduce_min(lowest.get()) + 0.0
-        scale = _scale(e, lo, e.reduce_max(highest.get()), levels)
+        stored, scale = _scale(e, lo, e.reduce_max(highest.get()), levels)
         e.store(lo, params, param_at)
-        e.store(scale, params, param_at + BLOCK)
+        e.store(stored, params, param_at + BLOCK)
         lanes_lo, lanes_scale = e.splat(lo), e.splat(scale)
         shift = e.splat(e.truncate(slot << 3, I32))
         hole = (e.full(255, I32) << shift) ^ -1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from numba.extending import overload
 
-from kvnumba._jit import exact
+from kvnumba._jit import inner
 from kvnumba.buffers import FloatRows
 from kvnumba.spec import BLOCK, SINK
 
 
-@exact
+@inner
 def recent_row(token):
     """Row of ``recent`` that holds *token*: a sink, or a token of one of the two newest blocks."""
     if token < SINK:
@@ -17,7 +17,7 @@ def recent_row(token):
     return SINK + (token - SINK) % (2 * BLOCK)
 
 
-@exact
+@inner
 def sealed_blocks(length):
     """Key blocks that are quantized when *length* tokens are stored."""
     return max(0, (length - SINK) // BLOCK)

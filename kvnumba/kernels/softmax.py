@@ -63,10 +63,24 @@ def scale(e, work, at, count, factor):
 
 
 @microkernel
-def clear(e, work, at, count):
-    """work[at : at + count] = 0, up to the next multiple of 16."""
+def fill(e, work, at, count, number):
+    """work[at : at + count] = number, up to the next multiple of 16."""
+    lanes = e.splat(number)
     with e.range(0, count, LANES) as c:
-        e.store(e.zeros(), work, at + c)
+        e.store(lanes, work, at + c)
+
+
+@microkernel
+def load_row(e, source, start, count, factor, work, at):
+    """work[at : at + count] = source[start : start + count] * factor, then zeros up to the next multiple of 16."""
+    lanes = e.splat(factor)
+    full = count & -LANES
+    with e.range(0, full, LANES) as c:
+        e.store(e.load(source, start + c, LANES) * lanes, work, at + c)
+    with e.when(full.compare("<", count)):
+        seen = e.first_lanes(count - full)
+        row = e.load_masked(source, start + full, seen) * lanes
+        e.store(e.select(seen, row, e.zeros()), work, at + full)
 
 
 @microkernel

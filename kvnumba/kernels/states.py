@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvnumba._jit import sums
+from kvnumba._jit import inner
 from kvnumba.kernels import softmax
 
 NEG_INF = np.float32(-np.inf)
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     size: int
 
 
-@sums
+@inner
 def visible(i, queries, length, causal, extras):
     """Keys [first, last) that query i of *queries* may see by its position."""
     position = length - queries + i
@@ -54,7 +54,7 @@ def visible(i, queries, length, causal, extras):
     return first, max(last, 0)
 
 
-@sums
+@inner
 def bias_row(work, at, token, end, first, last, b, head, i, position, extras):
     """Apply everything but the scale to the scores of one query row for keys [token, end)."""
     count = end - token
@@ -86,31 +86,26 @@ def bias_row(work, at, token, end, first, last, b, head, i, position, extras):
         work[at + t] = NEG_INF
 
 
-@sums
+@inner
 def load_queries(work, plan, q, b, h, first, last, group, sm_scale):
     """Copy the queries [first, last) of one KV head's group, scaled and padded with zeros, as rows (query, head)."""
-    dim = q.shape[3]
-    scale = np.float32(sm_scale)
+    queries, dim = q.shape[2], q.shape[3]
     for i in range(first, last):
         for g in range(group):
-            at = plan.q + ((i - first) * group + g) * plan.q_stride
-            for c in range(dim):
-                work[at + c] = q[b, h * group + g, i, c] * scale
-            for c in range(dim, plan.q_stride):
-                work[at + c] = np.float32(0)
+            start = ((b * q.shape[1] + h * group + g) * queries + i) * dim
+            softmax.load_row(q, start, dim, sm_scale, work, plan.q + ((i - first) * group + g) * plan.q_stride)
 
 
-@sums
+@inner
 def init_states(work, plan, rows):
-    for r in range(rows):
-        work[plan.m + r] = NEG_INF
-        work[plan.l + r] = np.float32(0)
-        work[plan.bases + r] = np.float32(0)
-    for c in range(rows * plan.acc_stride):
-        work[plan.acc + c] = np.float32(0)
+    """States of rows that have seen nothing; each part of the scratch is padded to a multiple of 16."""
+    softmax.fill(work, plan.m, rows, -np.inf)
+    softmax.fill(work, plan.l, rows, 0.0)
+    softmax.fill(work, plan.bases, rows, 0.0)
+    softmax.fill(work, plan.acc, rows * plan.acc_stride, 0.0)
 
 
-@sums
+@inner
 def add_sink_logit(work, plan, r, logit):
     """Let one further score, which has no value, take part in the sum of a row."""
     m, l = work[plan.m + r], work[plan.l + r]
@@ -123,7 +118,7 @@ def add_sink_logit(work, plan, r, logit):
         softmax.scale(work, plan.acc + r * plan.acc_stride, plan.acc_stride, ratio)
 
 
-@sums
+@inner
 def store_rows(work, plan, out, lse, b, h, first, last, group, extras):
     """Divide and store the rows of a unit; True if each is finite."""
     fine = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba.extending import overload
 
-from kvnumba._jit import sums
+from kvnumba._jit import inner
 from kvnumba.buffers import FloatRows, KeyCodes8, ValueCodes8
 from kvnumba.kernels.codes import (
     accumulate_int4,
@@ -53,7 +53,7 @@ def _tile_end(buffers, token, length):
     return within_sealed
 
 
-@sums
+@inner
 def tile_start(buffers, token, length):
     """Start of the tile that holds *token*."""
     start = 0

@@ -1,0 +1,93 @@
+"""Softcap, window, ALiBi and sink logits: what changes scores beyond their scale, against the float64 reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvnumba as kv
+from kvnumba import reference
+
+HEADS, GROUP, DIM = 2, 3, 24
+
+OPTIONS = {
+    "softcap": {"softcap": 5.0},
+    "window on the left": {"window": (40, -1)},
+    "window on both sides": {"window": (7, 3)},
+    "window of itself": {"window": (0, 0)},
+    "alibi": {"alibi_slopes": np.linspace(0.01, 0.5, HEADS * GROUP)},
+    "sink logits": {"sink_logits": np.linspace(-3, 3, HEADS * GROUP)},
+    "a head without sink logit": {"sink_logits": [-np.inf] * 5 + [1.0]},
+    "all": {
+        "softcap": 2.0,
+        "window": (100, 20),
+        "alibi_slopes": np.linspace(0.01, 0.1, HEADS * GROUP),
+        "sink_logits": np.linspace(-1, 1, HEADS * GROUP),
+    },
+}
+
+
+def filled(formats, tokens, rng):
+    cache = kv.KVCache(HEADS, DIM, k_format=formats[0], v_format=formats[1], batch_size=2)
+    k, v = (rng.standard_normal((2, HEADS, tokens, DIM), dtype=np.float32) for _ in range(2))
+    cache.append(k, v)
+    return cache
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("formats", [("float32", "float32"), ("int4", "int8")])
+def test_every_option_means_what_the_reference_says(name, formats, rng):
+    for tokens in (3, 36, 300):
+        cache = filled(formats, tokens, rng)
+        k, v = cache.keys(), cache.values()
+        for queries in (1, 4, 50):
+            for causal in (True, False):
+                q = rng.standard_normal((2, HEADS * GROUP, queries, DIM), dtype=np.float32)
+                out, lse = cache.attend(q, causal=causal, return_lse=True, **OPTIONS[name])
+                expected, expected_lse = reference.attention(q, k, v, causal=causal, return_lse=True, **OPTIONS[name])
+                # float32 sums of up to 300 terms; byte weights of codes are rounded to 2**-16 of the largest.
+                bound = 2e-6 if formats[0] == "float32" else 3e-4
+                assert np.abs(out - expected).max() < bound * max(1.0, np.abs(v).max())
+                assert np.array_equal(np.isneginf(lse), np.isneginf(expected_lse))
+                seen = ~np.isneginf(expected_lse)
+                assert np.abs(lse[seen] - expected_lse[seen]).max(initial=0) < 3e-5 + bound
+
+
+def test_options_that_say_nothing_change_no_bit(rng):
+    cache = filled(("int8", "int4"), 200, rng)
+    q = rng.standard_normal((2, HEADS * GROUP, 1, DIM), dtype=np.float32)
+    plain = cache.attend(q)
+    nothing = {"window": (-1, -1), "softcap": 0.0, "mask": np.ones((1, 1, 1, 200), bool)}
+    assert cache.attend(q, **nothing).tobytes() == plain.tobytes()
+    assert cache.attend(q, sink_logits=np.full(HEADS * GROUP, -np.inf)).tobytes() == plain.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"softcap": -1.0}, ValueError, "softcap must be at least 0"),
+        ({"softcap": np.nan}, ValueError, "softcap must be finite"),
+        ({"softcap": "2"}, TypeError, "softcap must be a number"),
+        ({"window": 5}, TypeError, "window must be None or a pair"),
+        ({"window": (1, -2)}, ValueError, "window must be a pair of integers of at least -1"),
+        ({"window": (1.5, 2)}, TypeError, "window must be"),
+        ({"alibi_slopes": [1.0, 2.0]}, ValueError, r"alibi_slopes must have shape \[6\]"),
+        ({"sink_logits": np.full(6, np.nan)}, ValueError, "sink_logits must hold finite numbers or -inf"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(options, error, message, rng):
+    cache = filled(("float32", "float32"), 3, rng)
+    with pytest.raises(error, match=message):
+        cache.attend(np.zeros((2, HEADS * GROUP, 1, DIM), np.float32), **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_out_receives_the_result_whatever_its_strides(dtype, rng):
+    cache = filled(("float32", "float32"), 20, rng)
+    q = rng.standard_normal((2, HEADS * GROUP, 2, DIM)).astype(dtype)
+    expected = cache.attend(q)
+    for out in (np.empty_like(expected), np.empty((2, 2, HEADS * GROUP, DIM), dtype).transpose(0, 2, 1, 3)):
+        assert cache.attend(q, out=out) is out
+        assert np.array_equal(out, expected)
+    with pytest.raises(ValueError, match="out must be"):
+        cache.attend(q, out=np.empty((2, HEADS * GROUP, 1, DIM), dtype))
