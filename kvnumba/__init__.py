@@ -2,8 +2,8 @@
 
 from kvnumba._jit import COMPILED
 from kvnumba._version import __version__
-from kvnumba.attention import attention, merge_attention
 from kvnumba.cache import KVCache, QuantizedCache
+from kvnumba.functional import attention, merge_attention
 from kvnumba.growing import ConcatCache, InPlaceCache
 from kvnumba.quantization import (
     QuantizedTensor,
@@ -14,6 +14,7 @@ from kvnumba.quantization import (
 )
 from kvnumba.snapshot import Snapshot
 from kvnumba.spec import FORMATS, CacheSpec
+from kvnumba.threads import get_num_threads, set_num_threads
 from kvnumba.warm import warmup
 
 if not COMPILED:
@@ -30,10 +31,12 @@ __all__ = [
     "Snapshot",
     "__version__",
     "attention",
+    "get_num_threads",
     "merge_attention",
     "pack_nibbles",
     "quantize_per_channel",
     "quantize_per_token",
+    "set_num_threads",
     "unpack_nibbles",
     "warmup",
 ]

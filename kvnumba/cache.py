@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvnumba import checks
-from kvnumba.attention import Request, prepare, run
 from kvnumba.buffers import (
     LENGTH,
     FloatRows,
@@ -25,8 +24,10 @@ from kvnumba.buffers import (
     is_coded,
     usable_capacity,
 )
-from kvnumba.kernels.append import advance, append, append_store, truncate, truncate_store
+from kvnumba.functional import Request, prepare, run, target
+from kvnumba.kernels.append import advance, append_store, truncate, truncate_store
 from kvnumba.kernels.decode import decode_store
+from kvnumba.kernels.entry import NO_ROOM, NOT_FINITE
 from kvnumba.snapshot import Freezable
 from kvnumba.spec import BLOCK, SINK, CacheSpec
 
@@ -59,6 +60,7 @@ class KVCache(Freezable):
     once, when a block is full; values per token, as they arrive (KIVI, Liu et al. 2024). `attend` reads the codes.
     The same tokens give the same state however they were split into calls of `append`.
 
+    Large calls are shared between threads (`kvnumba.set_num_threads`); results do not depend on their number.
     One cache may be read (`attend`, `keys`, `values`) by any number of threads at once, but not while it is changed.
     """
 
@@ -111,17 +113,25 @@ class KVCache(Freezable):
         k = checks.tokens("k", k, self._k_shape, "[batch, num_kv_heads, S, head_dim]")
         v = checks.tokens("v", v, self._v_shape, "[batch, num_kv_heads, S, v_head_dim]")
         checks.same_length("k", k, "v", v)
+        return k, v
+
+    def _write(self, k: FloatArray, v: FloatArray) -> None:
+        to = self._target
+        status = to.entries.append(to.map, k, v)
+        if status == NO_ROOM:
+            self._grow(self._length + k.shape[2])
+            to = self._target
+            status = to.entries.append(to.map, k, v)
+        if status == NOT_FINITE:
+            self._refuse(k, v)
+        self._length += k.shape[2]
+
+    def _refuse(self, k: FloatArray, v: FloatArray) -> None:
+        """Raise for the first element that cannot be quantized."""
         if self._k_coded:
             checks.finite("k", k)
         if self._v_coded:
             checks.finite("v", v)
-        return k, v
-
-    def _write(self, k: FloatArray, v: FloatArray) -> None:
-        if not append(self._buffers, k, v):
-            self._grow(self._length + k.shape[2])
-            append(self._buffers, k, v)
-        self._length += k.shape[2]
 
     def attend(self, q: Any, *, causal: bool = True, **options: Any) -> Any:
         """Attention of *q*, the last S positions, over everything stored.
@@ -150,7 +160,7 @@ class KVCache(Freezable):
         return self._run(request)
 
     def _run(self, request: Request) -> Any:
-        return run(self._buffers, request)
+        return run(self._target, self._length, request)
 
     # ---- state
 
@@ -168,8 +178,12 @@ class KVCache(Freezable):
 
     def reset(self) -> None:
         """Forget all tokens; new buffers of the capacity asked for at the start replace the old ones."""
-        self._buffers = allocate(self._spec, usable_capacity(self._spec, self._wanted))
+        self._own(allocate(self._spec, usable_capacity(self._spec, self._wanted)))
         self._length = 0
+
+    def _own(self, buffers: KVBuffers) -> None:
+        self._buffers = buffers
+        self._target = target(buffers)
 
     def keys(self) -> FloatArray:
         """All keys, decoded: a new float32 array [B, H_kv, length, D]."""
@@ -187,14 +201,21 @@ class KVCache(Freezable):
     def _grow(self, needed: int) -> None:
         capacity = usable_capacity(self._spec, max(needed, 2 * self.capacity))
         old = self._buffers
-        self._buffers = KVBuffers(grow_store(old.k, capacity), grow_store(old.v, capacity), old.state)
+        self._own(KVBuffers(grow_store(old.k, capacity), grow_store(old.v, capacity), old.state))
 
     def _clone(self) -> KVCache:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         old = self._buffers
-        other._buffers = KVBuffers(copy_store(old.k), copy_store(old.v), old.state.copy())
+        other._own(KVBuffers(copy_store(old.k), copy_store(old.v), old.state.copy()))
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_target"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._own(self._buffers)
 
     # ---- what it is
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvnumba import cache, reference
-from kvnumba.attention import Request
 from kvnumba.buffers import LENGTH, allocate_store
+from kvnumba.functional import Request
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -32,7 +32,7 @@ def attend(request: Request, k: FloatArray, v: FloatArray) -> Any:
             "sink_logits": x.sink_logits if x.sink_logits.size else None,
         }
     result, lse = reference.attention(
-        request.query, k, v, causal=request.causal, sm_scale=request.scale, return_lse=True, **options
+        request.query, k, v, causal=bool(request.causal), sm_scale=request.scale, return_lse=True, **options
     )
     out = result.astype(request.dtype)
     if request.out is not None:
@@ -55,6 +55,7 @@ class KVCache(cache.KVCache):
         )  # fmt: skip
 
     def _write(self, k: FloatArray, v: FloatArray) -> None:
+        self._refuse(k, v)
         self._twin.append(k, v)
         self._count()
 

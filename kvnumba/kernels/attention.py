@@ -8,7 +8,7 @@ and multiply in registers (`attention_panels`).
 
 from __future__ import annotations
 
-from kvnumba._jit import sums
+from kvnumba._jit import inner, sums
 from kvnumba.kernels.attention_careful import attend_careful
 from kvnumba.kernels.attention_panels import attend_panels
 from kvnumba.kernels.attention_rows import attend_rows
@@ -19,34 +19,58 @@ FEW_ROWS = 16
 UNIT_ROWS = 384
 
 
-@sums
-def is_few(buffers, q):
-    """Whether the queries *q* (float32 [B, H_q, S, D]) are few enough to read the cache directly."""
-    return q.shape[2] * (q.shape[1] // buffers.k[0].shape[1]) <= FEW_ROWS
+@inner
+def is_few(heads, q):
+    """Whether queries *q*, float32 [B, H_q, S, D], of *heads* KV heads are few enough to read the cache directly."""
+    return q.shape[2] * (q.shape[1] // heads) <= FEW_ROWS
 
 
-@sums
-def attend_few(buffers, q, out, lse, sm_scale, causal, extras):
-    """As `attend` for few query rows; True if the result is finite."""
-    finite = True
-    for b in range(q.shape[0]):
-        for h in range(buffers.k[0].shape[1]):
-            finite &= attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, 0, q.shape[2])
+@inner
+def queries_of_unit(heads, q):
+    """Queries of one unit of work."""
+    return q.shape[2] if is_few(heads, q) else max(1, UNIT_ROWS // (q.shape[1] // heads))
+
+
+@inner
+def count_units(heads, q):
+    """Units of work of a call: batch rows x KV heads x runs of queries, the runs innermost."""
+    step = queries_of_unit(heads, q)
+    return q.shape[0] * heads * ((q.shape[2] + step - 1) // max(step, 1)) if q.shape[2] > 0 else 0
+
+
+@inner
+def few_units(buffers, q, out, lse, sm_scale, causal, extras, first, last):
+    """Units [first, last) of `attend` for few query rows; True if the result is finite."""
+    heads, finite = buffers.k[0].shape[1], True
+    for unit in range(first, last):
+        b, h = unit // heads, unit % heads
+        finite &= attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, 0, q.shape[2])
+    return finite
+
+
+@inner
+def many_units(buffers, q, out, lse, sm_scale, causal, extras, first, last):
+    """Units [first, last) of `attend` for many query rows; True if the result is finite."""
+    heads, finite = buffers.k[0].shape[1], True
+    step = queries_of_unit(heads, q)
+    runs = (q.shape[2] + step - 1) // step
+    for unit in range(first, last):
+        b, h, start = unit // (heads * runs), unit // runs % heads, unit % runs * step
+        end = min(start + step, q.shape[2])
+        finite &= attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, start, end)
     return finite
 
 
 @sums
-def attend_many(buffers, q, out, lse, sm_scale, causal, extras):
-    """As `attend` for many query rows; True if the result is finite."""
-    heads, queries = buffers.k[0].shape[1], q.shape[2]
-    step = max(1, UNIT_ROWS // (q.shape[1] // heads))
-    finite = True
-    for b in range(q.shape[0]):
-        for h in range(heads):
-            for first in range(0, queries, step):
-                last = min(first + step, queries)
-                finite &= attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last)
-    return finite
+def attend_few(buffers, q, out, lse, sm_scale, causal, extras, first, last):
+    """`few_units`, for callers outside compiled code."""
+    return few_units(buffers, q, out, lse, sm_scale, causal, extras, first, last)
+
+
+@sums
+def attend_many(buffers, q, out, lse, sm_scale, causal, extras, first, last):
+    """`many_units`, for callers outside compiled code."""
+    return many_units(buffers, q, out, lse, sm_scale, causal, extras, first, last)
 
 
 @sums
@@ -78,9 +102,10 @@ def attend(buffers, q, out, lse, sm_scale, causal, extras):
     extras : Extras or None
         Mask, window, softcap, ALiBi, sink logits.
     """
-    if is_few(buffers, q):
-        finite = attend_few(buffers, q, out, lse, sm_scale, causal, extras)
+    units = count_units(buffers.k[0].shape[1], q)
+    if is_few(buffers.k[0].shape[1], q):
+        finite = few_units(buffers, q, out, lse, sm_scale, causal, extras, 0, units)
     else:
-        finite = attend_many(buffers, q, out, lse, sm_scale, causal, extras)
+        finite = many_units(buffers, q, out, lse, sm_scale, causal, extras, 0, units)
     if not finite:
         attend_again(buffers, q, out, lse, sm_scale, causal, extras)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from kvnumba.simd import F32, I8, I32, LANES, Emitter, Pointer, Value, microkernel
+from kvnumba.simd import F32, I8, I32, I64, LANES, Emitter, Integer, Pointer, Value, microkernel
 from kvnumba.spec import BLOCK
 
 _WORDS = ir.VectorType(I32, LANES)
@@ -185,6 +185,24 @@ def copy(e, source, start, count, target, at):
     with e.when(full.compare("<", count)):
         mask = e.first_lanes(count - full)
         e.store_masked(e.load_masked(source, start + full, mask), target, at + full, mask)
+
+
+@microkernel
+def all_within(e, x, count, bound) -> Integer:
+    """1 if |x[i]| <= bound for all of *count* items, 0 otherwise; a NaN is not."""
+    lanes = e.splat(bound)
+    bad = e.variable(e.zeros(I32))
+
+    def part(values):
+        good = e.absolute(values).compare("<=", lanes)
+        bad.set(bad.get() | e.select(good, e.zeros(I32), e.full(1, I32)))
+
+    full = count & -LANES
+    with e.range(0, full, LANES) as i:
+        part(e.load(x, i, LANES))
+    with e.when(full.compare("<", count)):
+        part(e.load_masked(x, full, e.first_lanes(count - full)))
+    return e.extend(e.reduce_max(bad.get()) ^ 1, I64)
 
 
 seal_int8, seal_int4 = _seal(8), _seal(4)

@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba import checks
+from kvnumba import checks, threads
 from kvnumba._jit import COMPILED
 from kvnumba.buffers import LENGTH, Float32Rows, KVBuffers
 from kvnumba.kernels import attention as kernels
+from kvnumba.kernels.entry import Entries, entries_of, map_buffers
 from kvnumba.kernels.states import Extras
 
 Array = npt.NDArray[Any]
+
+#: Multiplications from which on a call is shared between threads: about a quarter of a millisecond.
+SHARED_WORK = 8_000_000
 
 _NONE = np.empty(0, np.float32)
 _NO_MASK = np.empty((0, 0, 0, 0), np.float32)
@@ -84,7 +88,11 @@ def attention(
         buffers, keys.shape[2], query, causal=causal, sm_scale=sm_scale, mask=mask, window=window, softcap=softcap,
         alibi_slopes=alibi_slopes, sink_logits=sink_logits, return_lse=return_lse, out=out,
     )  # fmt: skip
-    return run(buffers, request)
+    if not COMPILED:
+        from kvnumba.uncompiled import attend
+
+        return attend(request, keys, values)
+    return run(target(buffers), keys.shape[2], request)
 
 
 class Request(NamedTuple):
@@ -93,7 +101,7 @@ class Request(NamedTuple):
     query: npt.NDArray[np.float32]  #: [B, H_q, S, D], C order
     dtype: np.dtype[Any]  #: of the result
     scale: float
-    causal: bool
+    causal: int  #: 0 or 1: a bool would be slow to hand to compiled code
     extras: Extras | None
     return_lse: bool
     out: Array | None
@@ -123,26 +131,51 @@ def prepare(
         extras = _extras(mask, window, softcap, alibi_slopes, sink_logits, query.shape, length)
     if out is not None:
         checks.output("out", out, (*query.shape[:3], buffers.v[0].shape[3]), dtype)
-    return Request(query, dtype, scale, bool(causal), extras, bool(return_lse), out)
+    return Request(query, dtype, scale, int(bool(causal)), extras, bool(return_lse), out)
 
 
-def run(buffers: KVBuffers, request: Request) -> Any:
-    """Attention over buffers, as prepared."""
-    if not COMPILED:
-        from kvnumba.uncompiled import attend
+class Target(NamedTuple):
+    """Buffers as `run` takes them, made once for many calls."""
 
-        return attend(request, buffers.k.rows, buffers.v.rows)
+    buffers: KVBuffers
+    map: npt.NDArray[np.int64]
+    entries: Entries
+
+
+def target(buffers: KVBuffers) -> Target:
+    """Prepare *buffers* for `run`."""
+    return Target(buffers, map_buffers(buffers), entries_of(type(buffers.k), type(buffers.v)))
+
+
+def run(to: Target, length: int, request: Request) -> Any:
+    """Attention over buffers that hold *length* tokens, as prepared."""
+    buffers = to.buffers
     query, out = request.query, request.out
+    v_dim = buffers.v[0].shape[3]
     if out is not None and out.dtype == np.float32 and out.flags.carray:
         result = out
     else:
-        result = np.empty((*query.shape[:3], buffers.v[0].shape[3]), np.float32)
+        result = np.empty((*query.shape[:3], v_dim), np.float32)
     lse = np.empty(query.shape[:3], np.float32)
-    # As kernels.attend, which compiles all three.
-    rows = query.shape[2] * (query.shape[1] // buffers.k[0].shape[1])
-    fast = kernels.attend_few if rows <= kernels.FEW_ROWS else kernels.attend_many
-    if not fast(buffers, query, result, lse, request.scale, request.causal, request.extras):
-        kernels.attend_again(buffers, query, result, lse, request.scale, request.causal, request.extras)
+    call = (query, result, lse, request.scale, request.causal)
+    heads = buffers.k[0].shape[1]
+    few, units = kernels.is_few(heads, query), kernels.count_units(heads, query)
+    if request.extras is None:
+        entry = to.entries.few if few else to.entries.many
+
+        def work(first: int, last: int) -> bool:
+            return entry(to.map, *call, first, last)
+
+    else:
+        general = kernels.attend_few if few else kernels.attend_many
+
+        def work(first: int, last: int) -> bool:
+            return bool(general(buffers, *call, request.extras, first, last))
+
+    multiplications = query.size // query.shape[3] * length * (query.shape[3] + v_dim)
+    finite = threads.run(work, units) if multiplications > SHARED_WORK else work(0, units)
+    if not finite:
+        kernels.attend_again(buffers, *call, request.extras)
     if out is None:
         out = result if request.dtype == np.float32 else result.astype(request.dtype)
     elif out is not result:
