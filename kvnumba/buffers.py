@@ -98,7 +98,7 @@ class KVBuffers(NamedTuple):
 
     k: Any  #: a store of keys
     v: Any  #: a store of values
-    state: Any  #: int64 [B, 2]; tokens stored; first block whose float32 key rows are in ``recent``
+    state: Any  #: int64 [max(1, B), 2]; tokens stored; first block whose float32 key rows are in ``recent``
 
 
 FloatRows = (Float32Rows, Float16Rows, BFloat16Rows)
@@ -139,7 +139,7 @@ def allocate(spec: CacheSpec, capacity: int) -> KVBuffers:
     """Empty buffers that hold *capacity* tokens (a value of `usable_capacity`)."""
     keys = allocate_store(KEY_STORES[spec.k_format], spec.batch_size, spec.num_kv_heads, capacity, spec.head_dim)
     values = allocate_store(VALUE_STORES[spec.v_format], spec.batch_size, spec.num_kv_heads, capacity, spec.v_head_dim)
-    return KVBuffers(keys, values, np.zeros((spec.batch_size, 2), np.int64))
+    return KVBuffers(keys, values, np.zeros((max(1, spec.batch_size), 2), np.int64))
 
 
 def allocate_store(store: type, batch: int, heads: int, capacity: int, dim: int) -> Any:

@@ -83,7 +83,6 @@ class KVCache(Freezable):
             v_format=checks.format("v_format", v_format),
             batch_size=checks.count("batch_size", batch_size),
         )
-        self._length = 0
         self._wanted = checks.count("capacity", capacity)
         self.reset()
         spec = self._spec
@@ -116,15 +115,12 @@ class KVCache(Freezable):
         return k, v
 
     def _write(self, k: FloatArray, v: FloatArray) -> None:
-        to = self._target
-        status = to.entries.append(to.map, k, v)
+        status = self._target.entries.append(self._target.map, k, v)
         if status == NO_ROOM:
-            self._grow(self._length + k.shape[2])
-            to = self._target
-            status = to.entries.append(to.map, k, v)
+            self.reserve(max(len(self) + k.shape[2], 2 * self.capacity))
+            status = self._target.entries.append(self._target.map, k, v)
         if status == NOT_FINITE:
             self._refuse(k, v)
-        self._length += k.shape[2]
 
     def _refuse(self, k: FloatArray, v: FloatArray) -> None:
         """Raise for the first element that cannot be quantized."""
@@ -150,36 +146,35 @@ class KVCache(Freezable):
         ndarray [B, H_q, S, Dv], or (out, lse) with ``return_lse``
             In the dtype of *q*. A row that sees no key is 0.
         """
-        return self._run(prepare(self._buffers, self._length, q, causal=causal, **options))
+        return self._run(prepare(self._buffers, len(self), q, causal=causal, **options))
 
     def step(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         """`append` of *k* and *v*, then `attend` of *q*; all are checked before anything is stored."""
         k, v = self._checked(k, v)
-        request = prepare(self._buffers, self._length + k.shape[2], q, **options)
+        request = prepare(self._buffers, len(self) + k.shape[2], q, **options)
         self._write(k, v)
         return self._run(request)
 
     def _run(self, request: Request) -> Any:
-        return run(self._target, self._length, request)
+        return run(self._target, len(self), request)
 
     # ---- state
 
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens; what is removed is erased from memory.
 
-        A cut at or after the start of the last sealed key block leaves the state of a cache that was only ever fed the
-        first *n* tokens. A deeper cut brings the kept tokens of the cut block back as their decoded values.
+        A cut at or after the start of the last sealed key block leaves the codes, residual and results of a cache that
+        was only ever fed the first *n* tokens. A deeper cut, or a second one into the block before, whose float32 rows
+        are gone, brings the kept tokens of the cut block back as their decoded values.
         """
-        self._cut(checks.length("n", n, self._length))
+        self._cut(checks.length("n", n, len(self)))
 
     def _cut(self, n: int) -> None:
         truncate(self._buffers, n)
-        self._length = n
 
     def reset(self) -> None:
         """Forget all tokens; new buffers of the capacity asked for at the start replace the old ones."""
         self._own(allocate(self._spec, usable_capacity(self._spec, self._wanted)))
-        self._length = 0
 
     def _own(self, buffers: KVBuffers) -> None:
         self._buffers = buffers
@@ -194,14 +189,16 @@ class KVCache(Freezable):
         return self._decoded(self._buffers.v, self._spec.v_head_dim)
 
     def _decoded(self, store: Any, dim: int) -> FloatArray:
-        out = np.empty((self._spec.batch_size, self._spec.num_kv_heads, self._length, dim), np.float32)
+        out = np.empty((self._spec.batch_size, self._spec.num_kv_heads, len(self), dim), np.float32)
         decode_store(store, self._buffers.state, out)
         return out
 
-    def _grow(self, needed: int) -> None:
-        capacity = usable_capacity(self._spec, max(needed, 2 * self.capacity))
-        old = self._buffers
-        self._own(KVBuffers(grow_store(old.k, capacity), grow_store(old.v, capacity), old.state))
+    def reserve(self, capacity: int) -> None:
+        """Make room for *capacity* tokens in all, at once. New arrays replace `buffers` if there are fewer."""
+        wanted = usable_capacity(self._spec, checks.count("capacity", capacity))
+        if wanted > self.capacity:
+            old = self._buffers
+            self._own(KVBuffers(grow_store(old.k, wanted), grow_store(old.v, wanted), old.state))
 
     def _clone(self) -> KVCache:
         other = object.__new__(type(self))
@@ -215,17 +212,18 @@ class KVCache(Freezable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._own(self._buffers)
+        old = self._buffers  # arrays may come back read-only, and anywhere in memory
+        self._own(KVBuffers(copy_store(old.k), copy_store(old.v), old.state.copy()))
 
     # ---- what it is
 
     def __len__(self) -> int:
-        return self._length
+        return self._buffers.state.item(0)  # LENGTH of the first row; compiled code of the user may have changed it
 
     @property
     def length(self) -> int:
         """Tokens stored."""
-        return self._length
+        return len(self)
 
     @property
     def capacity(self) -> int:
@@ -239,12 +237,8 @@ class KVCache(Freezable):
 
     @property
     def buffers(self) -> KVBuffers:
-        """The arrays, for your own ``@njit`` code (`kvnumba.kernels`). Growing replaces them; see `sync`."""
+        """The arrays, for your own ``@njit`` code (`kvnumba.kernels`). Growing replaces them: `reserve` first."""
         return self._buffers
-
-    def sync(self) -> None:
-        """Take over the length after `kvnumba.kernels.append` has written to `buffers` in your own compiled code."""
-        self._length = int(self._buffers.state[:, LENGTH].max(initial=0))
 
     @property
     def nbytes(self) -> int:
@@ -262,7 +256,7 @@ class KVCache(Freezable):
         values = f", v_head_dim={s.v_head_dim}" if s.v_head_dim != s.head_dim else ""
         return (
             f"KVCache(num_kv_heads={s.num_kv_heads}, head_dim={s.head_dim}{values}, k_format={s.k_format!r}, "
-            f"v_format={s.v_format!r}, batch_size={s.batch_size}, length={self._length}, capacity={self.capacity})"
+            f"v_format={s.v_format!r}, batch_size={s.batch_size}, length={len(self)}, capacity={self.capacity})"
         )
 
 
@@ -351,6 +345,12 @@ class QuantizedCache(Freezable):
 
     def _cut(self, n: int) -> None:
         truncate_store(self._store, self._state, n)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._state = self._state.copy()
+        if self._store is not None:
+            self._store = copy_store(self._store)
 
     def _clone(self) -> QuantizedCache:
         other = object.__new__(type(self))

@@ -27,10 +27,15 @@ FloatArray = npt.NDArray[np.float32]
 #: Largest magnitude that can be quantized: half the range of float32, so that the range of any group is finite.
 QUANTIZABLE = np.float32(np.finfo(np.float32).max / 2)
 
+#: Axes of an array at most, whatever the version of NumPy.
+MAX_AXES = 32
+
 _ndarray = np.ndarray
 #: In C order, aligned, writeable: to Numba any other array is another type, and would compile every kernel anew.
 _PLAIN: list[Literal["C", "A", "W"]] = ["C", "A", "W"]
 _FLOAT32 = np.dtype(np.float32)
+#: Keys further away than any cache is long; distances up to it cannot overflow.
+_FAR = 1 << 40
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -85,7 +90,7 @@ def finite(name: str, x: FloatArray) -> None:
     """
     flat = x.reshape(-1)
     if flat.size > 8192:  # one pass with nothing written: a sum of squares is finite only if every element is
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             if math.isfinite(flat.dot(flat)):
                 return
     good = np.abs(flat) <= QUANTIZABLE
@@ -209,7 +214,7 @@ def as_float32(array: npt.NDArray[Any]) -> FloatArray:
     """Return the result of ``numbers`` as float32 in C order, aligned and writeable, copied only where needed."""
     if array.dtype == _FLOAT32:
         return np.require(array, _FLOAT32, _PLAIN)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+    with np.errstate(all="ignore"):
         return np.require(array.astype(_FLOAT32, order="C"), _FLOAT32, _PLAIN)
 
 
@@ -270,16 +275,18 @@ def window(value: Any) -> tuple[int, int]:
     left, right = (_integer("window", side, "a pair of integers of at least -1") for side in value)
     if left < -1 or right < -1:
         raise ValueError(f"window must be a pair of integers of at least -1 (-1 for no limit), got {tuple(value)}")
-    return left, right
+    return min(left, _FAR), min(right, _FAR)
 
 
-def per_head(name: str, x: Any, num_q_heads: int) -> FloatArray:
-    """Return *x*, one number for each query head, as float32; ``-inf`` is allowed."""
+def per_head(name: str, x: Any, num_q_heads: int, lowest: float = -math.inf) -> FloatArray:
+    """Return *x*, one number for each query head, as float32, none below *lowest* and none infinite but ``-inf``."""
     array = as_float32(numbers(name, x))
     if array.shape != (num_q_heads,):
         raise ValueError(f"{name} must have shape [{num_q_heads}] = [num_q_heads], got {list(array.shape)}")
-    if not (array < np.inf).all():
-        raise ValueError(f"{name} must hold finite numbers or -inf, got {array[~(array < np.inf)][0]}")
+    good = (array >= np.float32(lowest)) & (array < np.inf)
+    if not good.all():
+        wanted = "finite numbers or -inf" if lowest == -math.inf else f"finite numbers of at least {lowest:g}"
+        raise ValueError(f"{name} must hold {wanted}, got {array[~good][0]}")
     return array
 
 
@@ -311,6 +318,13 @@ def bits(value: Any) -> int:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return *value* if it is a bool of Python or NumPy; else TypeError."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {_kind(value)}")
+    return bool(value)
+
+
 def positive_int(name: str, value: Any) -> int:
     """Return *value* as int if it is an integer above 0 (of Python or NumPy, not bool)."""
     number = _integer(name, value, "a positive integer")
@@ -324,6 +338,16 @@ def count(name: str, value: Any) -> int:
     number = _integer(name, value, "an integer of at least 0")
     if number < 0:
         raise ValueError(f"{name} must be an integer of at least 0, got {number}")
+    if number > _FAR:
+        raise ValueError(f"{name} must be an integer from 0 to {_FAR}, got {number}")
+    return number
+
+
+def axis(value: Any) -> int:
+    """Return *value* as int if it can be the number of an axis, counted from 0."""
+    number = count("axis", value)
+    if number >= MAX_AXES:
+        raise ValueError(f"axis must be an integer from 0 to {MAX_AXES - 1}, got {number}")
     return number
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,7 +131,7 @@ def prepare(
         extras = _extras(mask, window, softcap, alibi_slopes, sink_logits, query.shape, length)
     if out is not None:
         checks.output("out", out, (*query.shape[:3], buffers.v[0].shape[3]), dtype)
-    return Request(query, dtype, scale, int(bool(causal)), extras, bool(return_lse), out)
+    return Request(query, dtype, scale, int(checks.flag("causal", causal)), extras, bool(return_lse), out)
 
 
 class Target(NamedTuple):
@@ -149,38 +149,43 @@ def target(buffers: KVBuffers) -> Target:
 
 def run(to: Target, length: int, request: Request) -> Any:
     """Attention over buffers that hold *length* tokens, as prepared."""
-    buffers = to.buffers
     query, out = request.query, request.out
-    v_dim = buffers.v[0].shape[3]
-    if out is not None and out.dtype == np.float32 and out.flags.carray:
+    v_dim = to.buffers.v[0].shape[3]
+    if out is not None and out.dtype == np.float32 and out.flags.carray and not _overlaps(out, to.buffers, query):
         result = out
     else:
         result = np.empty((*query.shape[:3], v_dim), np.float32)
-    lse = np.empty(query.shape[:3], np.float32)
-    call = (query, result, lse, request.scale, request.causal)
-    heads = buffers.k[0].shape[1]
-    few, units = kernels.is_few(heads, query), kernels.count_units(heads, query)
-    if request.extras is None:
+    call = (query, result, np.empty(query.shape[:3], np.float32), request.scale, request.causal)
+    few, units = kernels.divide(to.buffers.k[0].shape[1], query.shape)
+    rows = query.shape[0] * query.shape[1] * query.shape[2]
+    shared = rows * length * (query.shape[3] + v_dim) > SHARED_WORK
+    if request.extras is None and not shared:
         entry = to.entries.few if few else to.entries.many
-
-        def work(first: int, last: int) -> bool:
-            return entry(to.map, *call, first, last)
-
+        finite = entry(to.map, *call, 0, units)
     else:
-        general = kernels.attend_few if few else kernels.attend_many
-
-        def work(first: int, last: int) -> bool:
-            return bool(general(buffers, *call, request.extras, first, last))
-
-    multiplications = query.size // query.shape[3] * length * (query.shape[3] + v_dim)
-    finite = threads.run(work, units) if multiplications > SHARED_WORK else work(0, units)
+        finite = threads.run(_work(to, call, request.extras, few), units, shared)
     if not finite:
-        kernels.attend_again(buffers, *call, request.extras)
-    if out is None:
-        out = result if request.dtype == np.float32 else result.astype(request.dtype)
-    elif out is not result:
-        out[...] = result
-    return (out, lse) if request.return_lse else out
+        kernels.attend_again(to.buffers, *call, request.extras)
+    with np.errstate(all="ignore"):  # values beyond a narrower type become infinite
+        if out is None:
+            out = result if request.dtype == np.float32 else result.astype(request.dtype)
+        elif out is not result:
+            out[...] = result
+    return (out, call[2]) if request.return_lse else out
+
+
+def _overlaps(out: Array, buffers: KVBuffers, query: Array) -> bool:
+    """Whether writing *out* could change what is still to be read."""
+    return any(np.may_share_memory(out, array) for array in (query, buffers.k[0], buffers.v[0]))
+
+
+def _work(to: Target, call: tuple[Any, ...], extras: Extras | None, few: bool) -> threads.Work:
+    """The call as a function of a range of its units."""
+    if extras is None:
+        entry = to.entries.few if few else to.entries.many
+        return lambda first, last: entry(to.map, *call, first, last)
+    general: Callable[..., Any] = kernels.attend_few if few else kernels.attend_many
+    return lambda first, last: bool(general(to.buffers, *call, extras, first, last))
 
 
 def _extras(
@@ -199,7 +204,7 @@ def _extras(
         if added.dtype == np.uint8:
             added = np.where(added, np.float32(0), np.float32(-np.inf))
     left, right = (-1, -1) if window is None else checks.window(window)
-    slopes = _NONE if alibi_slopes is None else checks.per_head("alibi_slopes", alibi_slopes, shape[1])
+    slopes = _NONE if alibi_slopes is None else checks.per_head("alibi_slopes", alibi_slopes, shape[1], lowest=-1e30)
     logits = _NONE if sink_logits is None else checks.per_head("sink_logits", sink_logits, shape[1])
     return Extras(added, checks.softcap(softcap), left, right, slopes, logits)
 
@@ -225,24 +230,25 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, np
     out = sum of exp(lse_i - lse) * out_i with lse = log of the sum of exp(lse_i), in float64, in the order given.
     A part that sees nothing (lse -inf) has no weight, whatever it holds.
     """
+    outs, lses = list(outs), list(lses)
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"outs and lses must be of the same length, at least 1, got {len(outs)} and {len(lses)}")
     parts = [checks.numbers(f"outs[{i}]", x) for i, x in enumerate(outs)]
     sums = [checks.numbers(f"lses[{i}]", x).astype(np.float64) for i, x in enumerate(lses)]
     for i, (part, lse) in enumerate(zip(parts, sums, strict=True)):
-        if part.shape != parts[0].shape:
+        if part.ndim == 0 or part.shape != parts[0].shape:
             raise ValueError(f"outs[{i}] must have shape {list(parts[0].shape)} as outs[0], got {list(part.shape)}")
         if lse.shape != part.shape[:-1]:
             raise ValueError(f"lses[{i}] must have shape {list(part.shape[:-1])}, got {list(lse.shape)}")
-    top = np.maximum.reduce(sums)
-    anchor = np.where(np.isneginf(top), 0.0, top)
-    weights = [np.exp(lse - anchor) for lse in sums]
-    total = np.sum(weights, axis=0)
-    merged = np.zeros(parts[0].shape, np.float64)
-    for part, weight in zip(parts, weights, strict=True):
-        merged += np.where(weight[..., None] > 0, part.astype(np.float64), 0.0) * weight[..., None]
-    seen = total > 0
-    merged /= np.where(seen, total, 1.0)[..., None]
-    with np.errstate(divide="ignore"):
+    with np.errstate(all="ignore"):
+        top = np.maximum.reduce(sums)
+        anchor = np.where(np.isneginf(top), 0.0, top)
+        weights = [np.exp(lse - anchor) for lse in sums]
+        total = np.sum(weights, axis=0)
+        merged = np.zeros(parts[0].shape, np.float64)
+        for part, weight in zip(parts, weights, strict=True):
+            merged += np.where(weight[..., None] > 0, part.astype(np.float64), 0.0) * weight[..., None]
+        merged /= np.where(total > 0, total, 1.0)[..., None]
         lse = anchor + np.log(total)
-    return merged.astype(parts[0].dtype), lse.astype(np.float32)
+        dtype = parts[0].dtype if parts[0].dtype.kind not in "iub" else np.dtype(np.float32)
+        return merged.astype(dtype), lse.astype(np.float32)

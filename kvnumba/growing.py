@@ -91,6 +91,11 @@ class _Growing(Freezable):
                 )
         return chunk
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._buffer is not None and not self._buffer.flags.writeable:  # as after a transfer out of band
+            self._buffer = self._buffer.copy()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(axis={self._axis}, shape={self.shape}, dtype={self._storage()})"
 
@@ -113,7 +118,7 @@ class ConcatCache(_Growing):
     """
 
     def __init__(self, axis: int = 2) -> None:
-        self._axis = checks.count("axis", axis)
+        self._axis = checks.axis(axis)
         self.reset()
 
     def append(self, x: Any) -> None:
@@ -202,7 +207,7 @@ class InPlaceCache(_Growing):
     """
 
     def __init__(self, axis: int = 2, dtype: Any = "float32", capacity: int = 0) -> None:
-        self._axis = checks.count("axis", axis)
+        self._axis = checks.axis(axis)
         self._format = _stored_format(dtype)
         self._reserved = checks.count("capacity", capacity)
         self.reset()

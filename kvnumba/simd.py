@@ -248,6 +248,11 @@ class Emitter:
     def minimum(self, a: Value, b: Value) -> Value:
         return self.select(a.compare("<", b), a, b)
 
+    def any(self, mask: Value) -> Value:
+        """Whether a lane of *mask* is true."""
+        bits = self.builder.bitcast(mask.ir, ir.IntType(mask.ir.type.count))
+        return Value(self.builder, self.builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0)))
+
     def absolute(self, x: Value) -> Value:
         return self.unary("fabs", x)
 
@@ -331,14 +336,39 @@ class Emitter:
         shifted = x + 12582912.0
         return self.bitcast(shifted, _retyped(x, I32)) - 0x4B400000
 
+    @property
+    def _has_half(self) -> bool:
+        """Whether the host converts float16 by itself; elsewhere LLVM would call a function that is not there."""
+        return "f16c" in self.features or self.triple.startswith(("aarch64", "arm64"))
+
     def widen_half(self, bits: Value) -> Value:
         """float16 bit patterns (uint16) to float32."""
-        half = self.bitcast(bits, _retyped(bits, F16))
-        return Value(self.builder, self.builder.fpext(half.ir, _retyped(bits, F32)))
+        if self._has_half:
+            half = self.bitcast(bits, _retyped(bits, F16))
+            return Value(self.builder, self.builder.fpext(half.ir, _retyped(bits, F32)))
+        # Exponent and fraction in their places of float32, 112 too small: the product is exact, subnormals included.
+        wide = self.extend(bits, I32)
+        floats = _retyped(bits, F32)
+        size = self.bitcast((wide & 0x7FFF) << 13, floats) * 2.0**112
+        huge = (wide & 0x7C00).compare("==", 0x7C00)  # infinity and NaN
+        number = self.bitcast(size, wide.ir.type) | self.select(huge, self.same(wide, 0x7F800000), self.same(wide, 0))
+        return self.bitcast(number | ((wide & 0x8000) << 16), floats)
 
     def narrow_half(self, x: Value) -> Value:
-        half = Value(self.builder, self.builder.fptrunc(x.ir, _retyped(x, F16)))
-        return self.bitcast(half, _retyped(x, I16))
+        """float32 to float16 bit patterns, rounded to nearest even; a NaN stays a NaN."""
+        if self._has_half:
+            half = Value(self.builder, self.builder.fptrunc(x.ir, _retyped(x, F16)))
+            return self.bitcast(half, _retyped(x, I16))
+        bits = self.bitcast(x, _retyped(x, I32))
+        size = bits & 0x7FFFFFFF
+        odd = (size >> 13) & 1
+        normal = (size - ((127 - 15) << 23) + 0xFFF + odd) >> 13
+        # A unit in the last place of 0.5 is the smallest float16: the addition rounds.
+        small = self.bitcast(self.bitcast(size, x.ir.type) + 0.5, size.ir.type) - 0x3F000000
+        number = self.select(size.compare("<", 0x38800000), small, normal)
+        number = self.select(size.compare("<", 0x477FF000), number, self.same(size, 0x7C00))  # 65520 and above
+        number = self.select(size.compare("<", 0x7F800001), number, ((size >> 13) & 0x3FF) | 0x7E00)  # NaN
+        return self.truncate(number | ((bits >> 16) & 0x8000), I16)
 
     def widen_bfloat(self, bits: Value) -> Value:
         """bfloat16 bit patterns (uint16) to float32."""

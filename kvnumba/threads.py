@@ -100,9 +100,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_workers)
 
 
-def run(work: Work, units: int) -> bool:
-    """Do units [0, units) of *work* with the threads that are allowed; True if each result is finite."""
-    helpers = min(get_num_threads(), units) - 1
+def run(work: Work, units: int, shared: bool = True) -> bool:
+    """Do units [0, units) of *work*, *shared* between the threads that are allowed; True if each result is finite."""
+    helpers = min(get_num_threads(), units) - 1 if shared else 0
     if helpers <= 0:
         return work(0, units)
     task = _Task(work, units)

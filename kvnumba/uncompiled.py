@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba import cache, reference
+from kvnumba import cache, checks, reference
 from kvnumba.buffers import LENGTH, allocate_store
 from kvnumba.functional import Request
 
@@ -67,8 +67,7 @@ class KVCache(cache.KVCache):
         self._count()
 
     def _count(self) -> None:
-        self._length = len(self._twin)
-        self._buffers.state[:, LENGTH] = self._length
+        self._buffers.state[:, LENGTH] = len(self._twin)
 
     def keys(self) -> FloatArray:
         return self._twin.keys()
@@ -84,7 +83,10 @@ class KVCache(cache.KVCache):
 
     @property
     def capacity(self) -> int:
-        return self._length
+        return max(len(self), super().capacity)
+
+    def reserve(self, capacity: int) -> None:
+        checks.count("capacity", capacity)
 
 
 class QuantizedCache(cache.QuantizedCache):

@@ -9,6 +9,7 @@ from numba import njit
 import kvnumba as kv
 from kvnumba import kernels, reference
 from kvnumba.buffers import LENGTH
+from kvnumba.kernels.entry import entries_of
 from kvnumba.simd import I8, LANES, microkernel
 
 
@@ -213,7 +214,6 @@ def test_a_users_njit_loop_gives_what_the_class_gives_bit_for_bit(formats):
     outs, lse = np.empty_like(q), np.empty((1, heads * group, 1), np.float32)
     done = decode(cache.buffers, q, k, v, outs, lse, dim**-0.5)
     assert done == cache.capacity < steps  # append says False when the room is used up, and nothing is written
-    cache.sync()
     assert len(cache) == done == cache.buffers.state[0, LENGTH]
     expected = [twin.step(q[t], k[t], v[t]) for t in range(done)]
     assert outs[:done].tobytes() == np.stack(expected).tobytes()
@@ -221,9 +221,13 @@ def test_a_users_njit_loop_gives_what_the_class_gives_bit_for_bit(formats):
     assert cache.values().tobytes() == twin.values().tobytes()
 
 
-def test_warmup_compiles_what_a_decode_needs():
+def test_warmup_compiles_what_a_first_call_needs():
     kv.warmup(k_format="float32", v_format="float32")
-    append, attend = kernels.append.signatures, kernels.attention.attend_few.signatures
-    cache, *_ = filled("float32", "float32", batch=1)
-    cache.attend(np.ones((1, 2, 1, 40), np.float32))
-    assert (append, attend) == (kernels.append.signatures, kernels.attention.attend_few.signatures)
+    cache = kv.KVCache(2, 40, batch_size=2)
+    entries = entries_of(type(cache.buffers.k), type(cache.buffers.v))
+    before = [list(entry.signatures) for entry in entries]
+    assert all(before)
+    for tokens in (1, 60):
+        x = np.ones((2, 2, tokens, 40), np.float32)
+        cache.step(x, x, x)
+    assert before == [list(entry.signatures) for entry in entries]

@@ -107,7 +107,7 @@ def run_pip(work: Path, progress: Progress) -> None:
     log = work / "pip.log"
     with log.open("wb") as errors:
         pip = subprocess.Popen(
-            command, env={**os.environ, **places}, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+            command, cwd=work, env={**os.environ, **places}, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
         )
         try:
             while pip.poll() is None:

@@ -11,7 +11,17 @@ from numba.extending import overload
 from kvnumba._jit import exact
 from kvnumba.buffers import KEPT, LENGTH, BFloat16Rows, Float16Rows, FloatRows, KeyCodes, KeyCodes8, ValueCodes8
 from kvnumba.kernels.decode import decode
-from kvnumba.kernels.encode import copy, narrow_bfloat16, narrow_float16, put_int4, put_int8, seal_int4, seal_int8
+from kvnumba.kernels.encode import (
+    copy,
+    narrow_bfloat16,
+    narrow_float16,
+    put_four_int4,
+    put_four_int8,
+    put_int4,
+    put_int8,
+    seal_int4,
+    seal_int8,
+)
 from kvnumba.kernels.places import capacity_of, recent_row, sealed_blocks
 from kvnumba.spec import BLOCK, SINK
 
@@ -65,22 +75,29 @@ def _write(store, x, b, length):
 
         return keys
 
-    put = put_int8 if kind is ValueCodes8 else put_int4
+    put, put_four = (put_int8, put_four_int8) if kind is ValueCodes8 else (put_int4, put_four_int4)
 
     def values(store, x, b, length):
         heads, count, dim = x.shape[1], x.shape[2], x.shape[3]
         block_bytes = store.codes.shape[3]
         for h in range(heads):
             head = b * heads + h
-            for t in range(count):
+            t = 0
+            while t < count:
                 token, row = length + t, (head * count + t) * dim
                 if token < SINK:
                     copy(x, row, dim, store.sinks, (head * SINK + token) * dim)
+                    t += 1
+                    continue
+                block, i = (token - SINK) // BLOCK, (token - SINK) % BLOCK
+                at = head * store.codes.shape[2] + block
+                group, param = at * block_bytes + (i // 4) * (block_bytes // 8), at * 2 * BLOCK + i
+                if i % 4 == 0 and count - t >= 4:
+                    put_four(x, row, dim, store.codes, group, 0, store.params, param)
+                    t += 4
                 else:
-                    block, i = (token - SINK) // BLOCK, (token - SINK) % BLOCK
-                    at = head * store.codes.shape[2] + block
-                    put(x, row, dim, store.codes, at * block_bytes + (i // 4) * (block_bytes // 8), i % 4,
-                        store.params, at * 2 * BLOCK + i)  # fmt: skip
+                    put(x, row, dim, store.codes, group, i % 4, store.params, param)
+                    t += 1
 
     return values
 
@@ -92,7 +109,7 @@ def _wipe(store, b, first, last, kept):
 
         def rows(store, b, first, last, kept):
             store.rows[b, :, first:last] = 0
-            return kept
+            return max(0, sealed_blocks(first) - 1)  # as if no more had come; float rows have no use for it
 
         return rows
     if kind in KeyCodes:

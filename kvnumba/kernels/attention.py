@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvnumba._jit import inner, sums
 from kvnumba.kernels.attention_careful import attend_careful
-from kvnumba.kernels.attention_panels import attend_panels
+from kvnumba.kernels.attention_panels import attend_panels, scratch_panels
 from kvnumba.kernels.attention_rows import attend_rows
 
 #: Query rows of one KV head up to which the cache is read directly.
@@ -20,22 +20,34 @@ UNIT_ROWS = 384
 
 
 @inner
-def is_few(heads, q):
-    """Whether queries *q*, float32 [B, H_q, S, D], of *heads* KV heads are few enough to read the cache directly."""
-    return q.shape[2] * (q.shape[1] // heads) <= FEW_ROWS
+def queries_of_unit(group, queries):
+    """Queries of one unit of work, of *queries*; all of them where they are few."""
+    return queries if queries * group <= FEW_ROWS else max(1, UNIT_ROWS // group)
 
 
 @inner
-def queries_of_unit(heads, q):
-    """Queries of one unit of work."""
-    return q.shape[2] if is_few(heads, q) else max(1, UNIT_ROWS // (q.shape[1] // heads))
+def divide(heads, shape):
+    """How a call is divided.
 
+    Parameters
+    ----------
+    heads : int
+        KV heads.
+    shape : (int, int, int, int)
+        Of the queries, [B, H_q, S, D].
 
-@inner
-def count_units(heads, q):
-    """Units of work of a call: batch rows x KV heads x runs of queries, the runs innermost."""
-    step = queries_of_unit(heads, q)
-    return q.shape[0] * heads * ((q.shape[2] + step - 1) // max(step, 1)) if q.shape[2] > 0 else 0
+    Returns
+    -------
+    few : bool
+        Whether the queries are few enough to read the cache directly.
+    units : int
+        Units of work: batch rows x KV heads x runs of queries, the runs innermost.
+    """
+    group = shape[1] // heads
+    if shape[2] * group <= FEW_ROWS:
+        return True, shape[0] * heads
+    step = queries_of_unit(group, shape[2])
+    return False, shape[0] * heads * ((shape[2] + step - 1) // step)
 
 
 @inner
@@ -52,12 +64,13 @@ def few_units(buffers, q, out, lse, sm_scale, causal, extras, first, last):
 def many_units(buffers, q, out, lse, sm_scale, causal, extras, first, last):
     """Units [first, last) of `attend` for many query rows; True if the result is finite."""
     heads, finite = buffers.k[0].shape[1], True
-    step = queries_of_unit(heads, q)
+    step = queries_of_unit(q.shape[1] // heads, q.shape[2])
     runs = (q.shape[2] + step - 1) // step
+    work = scratch_panels(min(step, q.shape[2]) * (q.shape[1] // heads), q.shape[3], out.shape[3])
     for unit in range(first, last):
         b, h, start = unit // (heads * runs), unit // runs % heads, unit % runs * step
         end = min(start + step, q.shape[2])
-        finite &= attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, start, end)
+        finite &= attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, start, end, work)
     return finite
 
 
@@ -102,8 +115,8 @@ def attend(buffers, q, out, lse, sm_scale, causal, extras):
     extras : Extras or None
         Mask, window, softcap, ALiBi, sink logits.
     """
-    units = count_units(buffers.k[0].shape[1], q)
-    if is_few(buffers.k[0].shape[1], q):
+    few, units = divide(buffers.k[0].shape[1], q.shape)
+    if few:
         finite = few_units(buffers, q, out, lse, sm_scale, causal, extras, 0, units)
     else:
         finite = many_units(buffers, q, out, lse, sm_scale, causal, extras, 0, units)

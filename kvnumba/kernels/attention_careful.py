@@ -18,15 +18,17 @@ from kvnumba.kernels.tiles import TILE, score_tile, tile_end
 
 @inner
 def attend_careful(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
-    """Queries [first, last) of one KV head's group, one row at a time."""
+    """Those of queries [first, last) of one KV head's group whose result is not finite, one row at a time."""
     queries, group = q.shape[2], q.shape[1] // buffers.k[0].shape[1]
     length, dim, v_dim = buffers.state[b, LENGTH], q.shape[3], out.shape[3]
-    plan = plan_rows((last - first) * group, dim, v_dim)
+    plan = plan_rows(0, (last - first) * group, dim, v_dim)
     work = np.empty(plan.size, np.float32)
     load_queries(work, plan, q, b, h, first, last, group, sm_scale)
     scores, value, total = np.empty(length, np.float64), np.empty(v_dim, np.float32), np.empty(v_dim, np.float64)
     for r in range((last - first) * group):
         i, head = first + r // group, h * group + r % group
+        if np.isfinite(out[b, head, i]).all():
+            continue
         token = 0
         while token < length:
             end = tile_end(buffers, token, length)

@@ -7,38 +7,62 @@ import numpy as np
 from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
-from kvnumba.kernels.panels import PANEL, PANEL_ROWS, key_panels, multiply, multiply_add, value_panels
-from kvnumba.kernels.states import Plan, bias_row, init_states, load_queries, store_rows, visible
+from kvnumba.kernels.panels import PANEL, PANEL_ROWS, key_panels, multiply, multiply_add, query_panel, value_panels
+from kvnumba.kernels.states import Plan, aligned_start, bias_row, init_states, store_rows, visible
 from kvnumba.kernels.tiles import TILE, tile_end, tile_start
 from kvnumba.simd import LANES
 
 
 @inner
-def plan_panels(rows, dim, v_dim):
-    """Scratch of a unit of many rows; *rows* is a multiple of PANEL_ROWS. ``weights`` and ``alphas`` are the panels."""
+def plan_panels(start, rows, dim, v_dim):
+    """Scratch of a unit of many rows, a multiple of PANEL_ROWS, from item *start* on.
+
+    ``q``, ``weights`` (keys) and ``alphas`` (values) are panels; queries first lie as rows where the keys come later.
+    """
     q_stride = (dim + LANES - 1) // LANES * LANES
     acc_stride = (v_dim + PANEL - 1) // PANEL * PANEL
-    scores = rows * q_stride
+    scores = start + rows * q_stride + LANES
     key_at = scores + PANEL_ROWS * TILE
     value_at = key_at + TILE * q_stride
     m = value_at + TILE * acc_stride
     states = (rows + LANES - 1) // LANES * LANES
     acc = m + 3 * states
-    return Plan(0, q_stride, scores, key_at, value_at, m, m + states, m + 2 * states, acc, acc_stride,
+    return Plan(start, q_stride, scores, key_at, value_at, m, m + states, m + 2 * states, acc, acc_stride,
                 acc + rows * acc_stride)  # fmt: skip
 
 
 @inner
-def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
+def scratch_panels(rows, dim, v_dim):
+    """Scratch for units of up to *rows* rows."""
+    padded = (rows + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS
+    return np.empty(plan_panels(0, padded, dim, v_dim).size + LANES, np.float32)
+
+
+@inner
+def load_panels(work, plan, q, b, h, first, group, rows, sm_scale):
+    """Copy the queries of one KV head's group from *first* on, scaled, as panels of 12 rows (query, head).
+
+    Rows past the last hold whatever was there: their sums are not used.
+    """
+    for r in range(rows):
+        i, g = first + r // group, r % group
+        start = ((b * q.shape[1] + h * group + g) * q.shape[2] + i) * q.shape[3]
+        j = r % PANEL_ROWS
+        softmax.load_row(q, start, q.shape[3], sm_scale, work, plan.weights + j * plan.q_stride)
+        if j == PANEL_ROWS - 1 or r == rows - 1:
+            query_panel(work, plan.weights, plan.q_stride, plan.q + (r - j) * plan.q_stride)
+
+
+@inner
+def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last, work):
     """Queries [first, last) of one KV head's group, many of them; True if the result is finite."""
     dim, v_dim, queries = q.shape[3], out.shape[3], q.shape[2]
     group = q.shape[1] // buffers.k[0].shape[1]
     length = buffers.state[b, LENGTH]
     rows = (last - first) * group
     padded_rows = (rows + PANEL_ROWS - 1) // PANEL_ROWS * PANEL_ROWS
-    plan = plan_panels(padded_rows, dim, v_dim)
-    work = np.zeros(plan.size, np.float32)
-    load_queries(work, plan, q, b, h, first, last, group, sm_scale)
+    plan = plan_panels(aligned_start(work), padded_rows, dim, v_dim)
+    load_panels(work, plan, q, b, h, first, group, rows, sm_scale)
     init_states(work, plan, padded_rows)
 
     token = visible(first, queries, length, causal, extras)[0]
@@ -63,8 +87,8 @@ def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, l
 def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries, length, causal, extras):
     """Take the *count* keys from *token* on, a tile in panels, into the states of rows r to r + PANEL_ROWS."""
     for t in range(0, count, PANEL):
-        multiply(work, plan.q + r * plan.q_stride, plan.q_stride, plan.q_stride, plan.weights + t * plan.q_stride,
-                 plan.scores + t, TILE)  # fmt: skip
+        multiply(work, plan.q + r * plan.q_stride, plan.q_stride, plan.weights + t * plan.q_stride, plan.scores + t,
+                 TILE)  # fmt: skip
     padded = (count + LANES - 1) // LANES * LANES
     for j in range(PANEL_ROWS):
         at = plan.scores + j * TILE
@@ -80,5 +104,5 @@ def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries,
         if ratio != np.float32(1):
             softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, ratio)
     for c in range(0, plan.acc_stride, PANEL):
-        multiply_add(work, plan.scores, TILE, count, plan.alphas + c * TILE, plan.acc + r * plan.acc_stride + c,
+        multiply_add(work, plan.scores, count, plan.alphas + c * TILE, plan.acc + r * plan.acc_stride + c,
                      plan.acc_stride)  # fmt: skip

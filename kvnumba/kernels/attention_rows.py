@@ -9,23 +9,23 @@ from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
 from kvnumba.kernels.codes import GROUP_WORDS
 from kvnumba.kernels.rows import ROWS
-from kvnumba.kernels.states import Plan, bias_row, init_states, load_queries, store_rows, visible
+from kvnumba.kernels.states import Plan, aligned_start, bias_row, init_states, load_queries, store_rows, visible
 from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end, tile_start
 from kvnumba.simd import LANES
 
 
 @inner
-def plan_rows(rows, dim, v_dim):
-    """Scratch of a unit of few rows: queries, one tile of scores for ROWS of them, byte weights, states."""
+def plan_rows(start, rows, dim, v_dim):
+    """Scratch of a unit of few rows, from item *start* on: queries, a tile of scores, byte weights, states."""
     q_stride = (dim + LANES - 1) // LANES * LANES
     acc_stride = (v_dim + 2 * LANES - 1) // (2 * LANES) * (2 * LANES)
-    scores = rows * q_stride
+    scores = start + rows * q_stride
     weights = scores + ROWS * TILE
     alphas = weights + max(TILE, q_stride) // 4 * GROUP_WORDS
     m = alphas + LANES
     states = (rows + LANES - 1) // LANES * LANES
     acc = m + 3 * states
-    return Plan(0, q_stride, scores, weights, alphas, m, m + states, m + 2 * states, acc, acc_stride,
+    return Plan(start, q_stride, scores, weights, alphas, m, m + states, m + 2 * states, acc, acc_stride,
                 acc + rows * acc_stride)  # fmt: skip
 
 
@@ -36,8 +36,8 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
     group = q.shape[1] // buffers.k[0].shape[1]
     length = buffers.state[b, LENGTH]
     rows = (last - first) * group
-    plan = plan_rows(rows, dim, v_dim)
-    work = np.empty(plan.size, np.float32)
+    work = np.empty(plan_rows(0, rows, dim, v_dim).size + LANES, np.float32)
+    plan = plan_rows(aligned_start(work), rows, dim, v_dim)
     load_queries(work, plan, q, b, h, first, last, group, sm_scale)
     init_states(work, plan, rows)
 

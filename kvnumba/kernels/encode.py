@@ -28,12 +28,29 @@ def _scale(e: Emitter, lo: Value, hi: Value, levels: float) -> tuple[Value, Valu
     return e.select(wide, scale, e.same(scale, 0.0)), e.select(wide, scale, e.same(scale, 1.0))
 
 
-def _code(e: Emitter, x: Value, lo: Value, scale: Value, levels: float) -> Value:
-    """Codes as int32; a NaN becomes 0."""
-    quotient = e.minimum(e.maximum((x - lo) / scale, e.zeros()), e.full(levels))
-    whole = Value(e.builder, e.builder.fptosi(quotient.ir, _WORDS))
-    half = (quotient - e.to_float(whole)).compare(">=", 0.5)
-    return e.select(half, whole + 1, whole)
+def _code(e: Emitter, x: Value, lo: Value, scale: Value, inverse: Value, levels: float) -> Value:
+    """Codes as int32; a NaN becomes 0.
+
+    (x - lo) * inverse, rounding included, differs from the quotient by less than 1e-4 (levels * 2**-22 is 6e-5), so
+    both round to the same code unless it lies that near to a tie; only then is the vector divided.
+    """
+    offset = x - lo
+    near = offset * inverse
+    whole = _truncate(e, e.minimum(e.maximum(near + 0.5, e.zeros()), e.full(levels + 0.5)))
+    from_tie = e.absolute(e.absolute(near - e.to_float(whole)) - 0.5)
+    result = e.variable(whole)
+    # Doubtful also where a tiny scale has an infinite inverse, and where x is NaN.
+    doubtful = e.absolute(from_tie - 0.5).compare("<", 0.4999) ^ -1
+    with e.when(e.any(doubtful), likely=False):
+        quotient = e.minimum(e.maximum(offset / scale, e.zeros()), e.full(levels))
+        floor = _truncate(e, quotient)
+        half = (quotient - e.to_float(floor)).compare(">=", 0.5)
+        result.set(e.select(half, floor + 1, floor))
+    return result.get()
+
+
+def _truncate(e: Emitter, x: Value) -> Value:
+    return Value(e.builder, e.builder.fptosi(x.ir, _WORDS))
 
 
 def _load(e: Emitter, rows: Pointer, at: Value, mask: Value | None) -> Value:
@@ -68,9 +85,10 @@ def _seal(bits: int) -> Any:
             stored, scale = _scale(e, lo, highest.get(), levels)
             e.store(lo, params, param_at + c)
             e.store(stored, params, param_at + padded + c)
+            inverse = e.full(1.0) / scale
 
             def code(t):
-                return _code(e, _load(e, rows, start + t * dim + c, mask), lo, scale, levels)
+                return _code(e, _load(e, rows, start + t * dim + c, mask), lo, scale, inverse, levels)
 
             quad = ir.VectorType(I32, LANES // 4)
             with e.range(0, BLOCK if bits == 8 else BLOCK // 2, 4) as t:
@@ -95,55 +113,74 @@ def _seal(bits: int) -> Any:
     return seal
 
 
-def _put(bits: int) -> Any:
+def _row_range(e: Emitter, row: Pointer, start: Value, dim: Value) -> tuple[Value, Value]:
+    """Smallest and largest of *dim* channels."""
+    full = dim & -LANES
+    lowest, highest = e.variable(e.full(np.inf)), e.variable(e.full(-np.inf))
+    with e.range(0, full, LANES) as c:
+        x = e.load(row, start + c, LANES)
+        lowest.set(e.minimum(x, lowest.get()))
+        highest.set(e.maximum(x, highest.get()))
+    with e.when(full.compare("<", dim)):
+        tail = e.first_lanes(dim - full)
+        x = e.load_masked(row, start + full, tail)
+        lowest.set(e.select(tail, e.minimum(x, lowest.get()), lowest.get()))
+        highest.set(e.select(tail, e.maximum(x, highest.get()), highest.get()))
+    return e.reduce_min(lowest.get()), e.reduce_max(highest.get())
+
+
+def _put(bits: int, tokens: int) -> Any:
     levels = float((1 << bits) - 1)
     step = LANES if bits == 8 else 2 * LANES  # channels in one vector of bytes
 
     @microkernel
-    def put(e, row, start, dim, codes, code_at, slot, params, param_at):
-        """Quantize the value of one token.
+    def put(e, rows, start, dim, codes, code_at, slot, params, param_at):
+        """Quantize the values of one token, or of the four tokens of a group.
 
         Parameters
         ----------
-        row : float32 array
-            ``start``: its *dim* channels.
+        rows : float32 array
+            ``start``: the *dim* channels of the first token.
         codes : uint8 array
-            ``code_at``: the token's group of four, of which it is number *slot*; only its bytes change.
+            ``code_at``: the group of four, of which the token is number *slot*; only its bytes change.
         params : float32 array
             ``param_at``: the token's lo, and 32 further its scale; overwritten.
         """
-        full = dim & -LANES
-        tail = e.first_lanes(dim - full)
-        lowest, highest = e.variable(e.full(np.inf)), e.variable(e.full(-np.inf))
-        with e.range(0, full, LANES) as c:
-            x = e.load(row, start + c, LANES)
-            lowest.set(e.minimum(x, lowest.get()))
-            highest.set(e.maximum(x, highest.get()))
-        with e.when(full.compare("<", dim)):
-            x = e.load_masked(row, start + full, tail)
-            lowest.set(e.select(tail, e.minimum(x, lowest.get()), lowest.get()))
-            highest.set(e.select(tail, e.maximum(x, highest.get()), highest.get()))
-        lo = e.reduce_min(lowest.get()) + 0.0
-        stored, scale = _scale(e, lo, e.reduce_max(highest.get()), levels)
-        e.store(lo, params, param_at)
-        e.store(stored, params, param_at + BLOCK)
-        lanes_lo, lanes_scale = e.splat(lo), e.splat(scale)
-        shift = e.splat(e.truncate(slot << 3, I32))
-        hole = (e.full(255, I32) << shift) ^ -1
+        parts = []
+        for j in range(tokens):
+            row = start + dim * j
+            lowest, highest = _row_range(e, rows, row, dim)
+            lo = lowest + 0.0
+            stored, scale = _scale(e, lo, highest, levels)
+            e.store(lo, params, param_at + j)
+            e.store(stored, params, param_at + BLOCK + j)
+            parts.append((row, e.splat(lo), e.splat(scale), e.splat(e.same(scale, 1.0) / scale)))
 
-        def code(c):
-            # Channels past the last read as 0 through the mask; what their code is does not matter.
-            mask = e.first_lanes(dim - c)
-            return _code(e, e.load_masked(row, start + c, mask), lanes_lo, lanes_scale, levels)
+        def code(part, c, mask):
+            row, lo, scale, inverse = part
+            return _code(e, _load(e, rows, row + c, mask), lo, scale, inverse, levels)
 
-        with e.range(0, dim, step) as c:
+        def byte(part, c, masks):
             if bits == 8:
-                byte = code(c) ^ 128
-            else:
-                byte = (code(c) ^ 8) | ((code(c + LANES) ^ 8) << 4)
+                return code(part, c, masks[0]) ^ 128
+            return (code(part, c, masks[0]) ^ 8) | ((code(part, c + LANES, masks[1]) ^ 8) << 4)
+
+        def store(c, masks):
             at = code_at + c * (4 * bits // 8)
-            old = e.load(codes, at, LANES, item=I32)
-            e.store((old & hole) | (byte << shift), codes, at)
+            if tokens == 4:
+                words = [byte(part, c, masks) << (8 * j) for j, part in enumerate(parts)]
+                e.store(words[0] | words[1] | words[2] | words[3], codes, at)
+            else:
+                shift = e.splat(e.truncate(slot << 3, I32))
+                hole = (e.full(255, I32) << shift) ^ -1
+                e.store((e.load(codes, at, LANES, item=I32) & hole) | (byte(parts[0], c, masks) << shift), codes, at)
+
+        whole = dim & -step
+        with e.range(0, whole, step) as c:
+            store(c, (None, None))
+        with e.when(whole.compare("<", dim)):
+            # Channels past the last read as 0 through the masks; what their code is does not matter.
+            store(whole, (e.first_lanes(dim - whole), e.first_lanes(dim - whole - LANES)))
 
     return put
 
@@ -206,6 +243,7 @@ def all_within(e, x, count, bound) -> Integer:
 
 
 seal_int8, seal_int4 = _seal(8), _seal(4)
-put_int8, put_int4 = _put(8), _put(4)
+put_int8, put_int4 = _put(8, 1), _put(4, 1)
+put_four_int8, put_four_int4 = _put(8, 4), _put(4, 4)
 narrow_float16, narrow_bfloat16 = _narrow(Emitter.narrow_half), _narrow(Emitter.narrow_bfloat)
 widen_float16, widen_bfloat16 = _widen(Emitter.widen_half), _widen(Emitter.widen_bfloat)

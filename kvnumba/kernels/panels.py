@@ -13,6 +13,7 @@ from numba.extending import overload
 
 from kvnumba.buffers import BFloat16Rows, Float16Rows, FloatRows, KeyCodes8, ValueCodes8
 from kvnumba.kernels.places import recent_row
+from kvnumba.kernels.tiles import TILE
 from kvnumba.simd import I32, LANES, Emitter, Pointer, Value, microkernel
 from kvnumba.spec import BLOCK, SINK
 
@@ -20,15 +21,16 @@ from kvnumba.spec import BLOCK, SINK
 PANEL_ROWS, PANEL = 12, 32
 
 
-def _multiply(add: bool) -> Any:
+def _multiply(add: bool, row_step: int, depth_step: int) -> Any:
     @microkernel
-    def multiply(e, work, a, a_stride, depth, b, c, c_stride):
+    def multiply(e, work, a, depth, b, c, c_stride):
         """C (+)= A B for 12 rows and 32 columns.
 
         Parameters
         ----------
         work : float32 array
-            A at ``a``, 12 rows of ``a_stride``; B at ``b``, ``[depth][32]``; C at ``c``, 12 rows of ``c_stride``.
+            A at ``a``, item (r, k) at r * row_step + k * depth_step; B at ``b``, ``[depth][32]``; C at ``c``, 12 rows
+            of ``c_stride``.
         """
         # 24 sums, 2 vectors of B and one of A fill 32 registers; hosts with 16 smaller ones take 4 rows by 16 columns.
         rows, vectors = (PANEL_ROWS, 2) if "avx512f" in e.features else (4, 1)
@@ -39,8 +41,9 @@ def _multiply(add: bool) -> Any:
                 sums = [[e.variable(x) for x in row] for row in start]
                 with e.range(0, depth) as k:
                     column = [e.load(work, b + k * PANEL + LANES * (v0 + v), LANES) for v in range(vectors)]
+                    first = a + k * depth_step
                     for r in range(rows):
-                        x = e.splat(e.load(work, a + a_stride * (r0 + r) + k))
+                        x = e.splat(e.load(work, first + (r0 + r) * row_step))
                         for v in range(vectors):
                             sums[r][v].set(e.fma(x, column[v], sums[r][v].get()))
                 for r in range(rows):
@@ -50,7 +53,9 @@ def _multiply(add: bool) -> Any:
     return multiply
 
 
-multiply, multiply_add = _multiply(False), _multiply(True)
+#: Scores: A is a panel of queries. Weighted sums: A is rows of probabilities.
+multiply = _multiply(False, 1, PANEL_ROWS)
+multiply_add = _multiply(True, TILE, 1)
 
 
 def _transpose(e: Emitter, rows: list[Value]) -> list[Value]:
@@ -66,6 +71,19 @@ def _transpose(e: Emitter, rows: list[Value]) -> list[Value]:
                 new[i + s] = e.shuffle(rows[i], rows[i + s], high)
         rows = new
     return rows
+
+
+@microkernel
+def query_panel(e, work, rows, stride, panel):
+    """work[panel + c * 12 + r] = work[rows + r * stride + c] for 12 rows of *stride* channels, a multiple of 16.
+
+    Up to 4 items past the panel are overwritten.
+    """
+    with e.range(0, stride, LANES) as c:
+        at = [rows + stride * min(r, PANEL_ROWS - 1) + c for r in range(LANES)]
+        columns = _transpose(e, [e.load(work, x, LANES) for x in at])
+        for i, column in enumerate(columns):  # in this order: each puts right what the one before wrote too far
+            e.store(column, work, panel + (c + i) * PANEL_ROWS)
 
 
 def _widen(e: Emitter, x: Value, kind: object) -> Value:

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvnumba._jit import inner
 from kvnumba.kernels import softmax
+from kvnumba.simd import I64, Integer, Value, microkernel
 
 NEG_INF = np.float32(-np.inf)
 
@@ -84,6 +85,13 @@ def bias_row(work, at, token, end, first, last, b, head, i, position, extras):
         work[at + t] = NEG_INF
     for t in range(min(first - token, count)):
         work[at + t] = NEG_INF
+
+
+@microkernel
+def aligned_start(e, work) -> Integer:
+    """First item of *work*, float32, that lies at a multiple of 64 bytes."""
+    address = Value(e.builder, e.builder.ptrtoint(work.address, I64))
+    return ((e.integer(0) - address) & 63) >> 2
 
 
 @inner
