@@ -166,11 +166,14 @@ def run(to: Target, length: int, request: Request) -> Any:
         finite = threads.run(_work(to, call, request.extras, few), units, shared)
     if not finite:
         kernels.attend_again(to.buffers, *call, request.extras)
-    with np.errstate(all="ignore"):  # values beyond a narrower type become infinite
-        if out is None:
-            out = result if request.dtype == np.float32 else result.astype(request.dtype)
-        elif out is not result:
-            out[...] = result
+    if out is None and request.dtype == np.float32:
+        out = result
+    elif out is not result:
+        with np.errstate(all="ignore"):  # values beyond a narrower type become infinite
+            if out is None:
+                out = result.astype(request.dtype)
+            else:
+                out[...] = result
     return (out, call[2]) if request.return_lse else out
 
 
