@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kvnumba._version import __version__
+from kvnumba.spec import FORMATS
 
 try:
     import typer
@@ -20,6 +21,7 @@ except ModuleNotFoundError:  # main() says what to install
 #: What the extra ``demo`` installs.
 EXTRA = ("typer", "rich", "gguf", "tokenizers", "threadpoolctl")
 
+FORMAT_HELP = f"Cache format of the answer: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, or two of them as K/V."
 PROMPT = "Explain in a few sentences why the sky is blue."
 
 # Annotations are evaluated by typer when it builds a command: without typer they are never looked at.
@@ -27,7 +29,7 @@ PROMPT = "Explain in a few sentences why the sky is blue."
 
 def about(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Key/value caches for CPU inference: small, fast, exact about their state."""
     if version:
@@ -39,10 +41,10 @@ def about(
 
 def demo(
     prompt: Annotated[str, typer.Option(help="What the model is asked.")] = PROMPT,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 120,
-    model: Annotated[Path | None, typer.Option(help="A GGUF file of a Llama model, to run in its place.")] = None,
-    format: Annotated[str, typer.Option(help="Cache format of the answer: one name, or two as K/V.")] = "int8",
-    quick: Annotated[bool, typer.Option("--quick", help="Measure less; ends in under a minute.")] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in the answer.")] = 120,
+    model: Annotated[Path | None, typer.Option(help="Run this GGUF file (Llama architecture) instead.")] = None,
+    format: Annotated[str, typer.Option(help=FORMAT_HELP)] = "int8",
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less; ends in about a minute once compiled.")] = False,
 ) -> None:
     """Run a language model on the caches: its answer, then what each format costs and saves.
 

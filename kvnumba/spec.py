@@ -27,7 +27,7 @@ class CacheSpec:
     Attributes
     ----------
     num_kv_heads, head_dim, v_head_dim : int
-        Heads of keys and values; channels of a key; channels of a value.
+        Heads of keys and values; channels of a key; channels of a value, as many as of a key if 0.
     k_format, v_format : str
         One of ``FORMATS``.
     batch_size : int
@@ -36,10 +36,14 @@ class CacheSpec:
 
     num_kv_heads: int
     head_dim: int
-    v_head_dim: int
+    v_head_dim: int = 0
     k_format: str = "float32"
     v_format: str = "float32"
     batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim == 0:
+            object.__setattr__(self, "v_head_dim", self.head_dim)  # the class is frozen
 
     @property
     def values_per_token(self) -> int:

@@ -62,13 +62,13 @@ def run(
     prompt : str
         What the model is asked.
     tokens : int
-        Most tokens of the answer.
+        Maximum number of tokens in the answer.
     pair : (str, str)
         Formats of keys and values while it answers.
     model : Path, optional
         A GGUF file in place of SmolLM2-135M-Instruct.
     quick : bool
-        Measure less, to end in under a minute.
+        Measure less, to end in about a minute once compiled.
 
     Raises
     ------
