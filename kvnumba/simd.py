@@ -218,10 +218,11 @@ class Emitter:
         declared = ir.FunctionType(ir.VoidType(), [value.ir.type, ir.PointerType(), mask.ir.type])
         self.call(name, declared, [value, Value(self.builder, self._address(pointer, offset)), mask])
 
-    def prefetch(self, pointer: Pointer, offset: Value, locality: int = 3) -> None:
+    def prefetch(self, pointer: Pointer, byte: Value) -> None:
+        """Ask for the line of memory at *byte* of an array, to be in the second-level cache when it is read."""
         declared = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
-        address = Value(self.builder, self._address(pointer, offset))
-        self.call("llvm.prefetch.p0", declared, [address, *(self.integer(n, I32) for n in (0, locality, 1))])
+        address = Value(self.builder, self.builder.gep(pointer.address, [byte.ir], source_etype=I8))
+        self.call("llvm.prefetch.p0", declared, [address, *(self.integer(n, I32) for n in (0, 2, 1))])
 
     # arithmetic -------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,11 @@ from kvnumba.kernels import softmax
 from kvnumba.kernels.codes import GROUP_WORDS
 from kvnumba.kernels.rows import ROWS
 from kvnumba.kernels.states import Plan, aligned_start, bias_row, init_states, load_queries, store_rows, visible
-from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end, tile_start
+from kvnumba.kernels.tiles import TILE, accumulate_tile, prefetch_tile, score_tile, tile_end, tile_start, token_bytes
 from kvnumba.simd import LANES
+
+#: Bytes of a cache up to which it is taken to lie in the processor's own caches, where asking ahead only costs.
+NEAR_BYTES = 1 << 21
 
 
 @inner
@@ -41,11 +44,15 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
     load_queries(work, plan, q, b, h, first, last, group, sm_scale)
     init_states(work, plan, rows)
 
+    tokens = q.shape[0] * buffers.k[0].shape[1] * length
+    far = tokens * (token_bytes(buffers.k) + token_bytes(buffers.v)) > NEAR_BYTES
     token = visible(first, queries, length, causal, extras)[0]
     stop = visible(last - 1, queries, length, causal, extras)[1]
     token = tile_start(buffers, token, length)
     while token < stop:
         end = tile_end(buffers, token, length)
+        if far:  # while the scores are made
+            prefetch_tile(buffers.v, b, h, token, end)
         for r in range(0, rows, ROWS):
             n = min(ROWS, rows - r)
             score_tile(buffers.k, b, h, token, end, length, dim, work, plan.q + r * plan.q_stride, plan.q_stride,
@@ -62,6 +69,8 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
                 if ratio != np.float32(1):
                     softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, ratio)
                     work[plan.bases + r + j] *= ratio
+            if far and r == 0:  # while the values are summed
+                prefetch_tile(buffers.k, b, h, end, min(end + TILE, length))
             accumulate_tile(buffers.v, b, h, token, end, v_dim, work, plan.scores, TILE, plan.weights, plan.alphas,
                             plan.bases + r, plan.acc + r * plan.acc_stride, plan.acc_stride, n)  # fmt: skip
         token = end

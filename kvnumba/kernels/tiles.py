@@ -9,7 +9,7 @@ from __future__ import annotations
 from numba.extending import overload
 
 from kvnumba._jit import inner
-from kvnumba.buffers import FloatRows, KeyCodes8, ValueCodes8
+from kvnumba.buffers import Float32Rows, FloatRows, KeyCodes8, ValueCodes8
 from kvnumba.kernels.codes import (
     accumulate_int4,
     accumulate_int8,
@@ -20,6 +20,7 @@ from kvnumba.kernels.codes import (
 )
 from kvnumba.kernels.places import recent_row
 from kvnumba.kernels.rows import accumulate_rows, score_rows
+from kvnumba.simd import microkernel
 from kvnumba.spec import BLOCK, SINK
 
 #: Tokens of one tile; a multiple of BLOCK.
@@ -135,5 +136,48 @@ def _accumulate_tile(store, b, h, token, end, dim, work, p, p_stride, weights, a
             store.codes, block * code_stride, group_stride, (end - token + 3) // 4, channels, work, weights, alphas,
             out, out_stride, queries,
         )  # fmt: skip
+
+    return codes
+
+
+@microkernel
+def prefetch(e, array, start, count):
+    """Ask for *count* bytes from byte *start* on of *array*."""
+    with e.range(0, count, 64) as i:
+        e.prefetch(array, start + i)
+
+
+def token_bytes(store):
+    """Bytes of one token of one head, parameters aside."""
+    raise NotImplementedError("compiled code only")
+
+
+def prefetch_tile(store, b, h, token, end):
+    """Ask for the rows or codes of tokens [token, end), none of them beyond what is stored."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(token_bytes)
+def _token_bytes(store):
+    if is_float(store):
+        size = 4 if store.instance_class is Float32Rows else 2
+        return lambda store: store.rows.shape[3] * size
+    return lambda store: store.codes.shape[3] // BLOCK
+
+
+@overload(prefetch_tile)
+def _prefetch_tile(store, b, h, token, end):
+    if is_float(store):
+
+        def rows(store, b, h, token, end):
+            start = (b * store.rows.shape[1] + h) * store.rows.shape[2] + token
+            prefetch(store.rows, start * token_bytes(store), (end - token) * token_bytes(store))
+
+        return rows
+
+    def codes(store, b, h, token, end):
+        if token >= SINK:
+            block = (b * store.codes.shape[1] + h) * store.codes.shape[2] + (token - SINK) // BLOCK
+            prefetch(store.codes, block * store.codes.shape[3], (end - token) * token_bytes(store))
 
     return codes
