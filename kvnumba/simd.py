@@ -233,10 +233,6 @@ class Emitter:
     def unary(self, name: str, x: Value) -> Value:
         return self.call(f"llvm.{name}.{_suffix(x.ir.type)}", ir.FunctionType(x.ir.type, [x.ir.type]), [x])
 
-    def binary(self, name: str, x: Value, y: Value) -> Value:
-        kind = x.ir.type
-        return self.call(f"llvm.{name}.{_suffix(kind)}", ir.FunctionType(kind, [kind, kind]), [x, y])
-
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c: one rounding where the host has such an instruction, else two."""
         kind = a.ir.type

@@ -102,16 +102,16 @@ if hasattr(os, "register_at_fork"):
 
 def run(work: Work, units: int, shared: bool = True) -> bool:
     """Do units [0, units) of *work*, *shared* between the threads that are allowed; True if each result is finite."""
-    helpers = min(get_num_threads(), units) - 1 if shared else 0
-    if helpers <= 0:
+    others = min(get_num_threads(), units) - 1 if shared else 0
+    if others <= 0:
         return work(0, units)
     task = _Task(work, units)
-    _ensure_workers(helpers)
-    for _ in range(helpers):
+    _ensure_workers(others)
+    for _ in range(others):
         _tasks.put(task)
     task.share()
     done, finite = 0, True
-    while done < units:  # every unit is reported by who did it; helpers that come late find none and are not waited for
+    while done < units:  # every unit is reported by who did it; workers that come late find none and are not waited for
         part, fine, error = task.reports.get()
         if error is not None:
             raise error
