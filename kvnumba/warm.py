@@ -29,5 +29,3 @@ def warmup(*, k_format: str = "float32", v_format: str = "float32", prompt: bool
     if prompt:
         tokens = np.zeros((1, 1, 40, 16), np.float32)
         cache.step(tokens, tokens, tokens)
-    cache.keys()
-    cache.values()
