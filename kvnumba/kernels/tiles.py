@@ -142,9 +142,11 @@ def _accumulate_tile(store, b, h, token, end, dim, work, p, p_stride, weights, a
 
 @microkernel
 def prefetch(e, array, start, count):
-    """Ask for *count* bytes from byte *start* on of *array*."""
-    with e.range(0, count, 64) as i:
-        e.prefetch(array, start + i)
+    """Ask for *count* bytes from byte *start* on of *array*, a quarter beside the others: four streams of memory."""
+    quarter = ((count >> 2) + 63) & -64
+    with e.range(0, quarter, 64) as i:
+        for stream in range(4):
+            e.prefetch(array, start + quarter * stream + i)
 
 
 def token_bytes(store):
