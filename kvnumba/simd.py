@@ -9,7 +9,7 @@ unrolled and its Python numbers are constants::
             e.store(e.load(rows, i, LANES) * e.splat(factor, LANES), rows, i)
 
 and is called from ``@njit`` code like any function. Arrays arrive as pointers with the array's item type, integers as
-64-bit, floats as float32. Nothing is checked: callers own the bounds.
+64-bit, floats as float32, named tuples of these as they are. Nothing is checked: callers own the bounds.
 
 All code is generic LLVM (any target compiles it); where the host has an instruction for the job that LLVM does not
 find by itself, the emitter names it: the dot product of bytes, `dot_bytes`.
@@ -465,8 +465,12 @@ Float = Value
 Integer = Value
 
 
-def _argument(emitter: Emitter, kind: types.Type, value: ir.Value) -> Pointer | Value:
+def _argument(emitter: Emitter, kind: types.Type, value: ir.Value) -> Any:
+    """What a micro-kernel sees of an argument; of a named tuple, one of the same class."""
     context, builder = emitter.context, emitter.builder
+    if isinstance(kind, types.NamedTuple):
+        parts = cgutils.unpack_tuple(builder, value)
+        return kind.instance_class(*(_argument(emitter, t, v) for t, v in zip(kind.types, parts, strict=True)))
     if isinstance(kind, types.Array):
         data = context.make_array(kind)(context, builder, value).data
         return Pointer(data, context.get_data_type(kind.dtype))
@@ -476,4 +480,4 @@ def _argument(emitter: Emitter, kind: types.Type, value: ir.Value) -> Pointer | 
         return Value(builder, context.cast(builder, value, kind, types.float32))
     if isinstance(kind, types.Boolean):
         return Value(builder, context.cast(builder, value, kind, types.int64))
-    raise TypeError(f"a micro-kernel takes arrays and numbers, not {kind}")
+    raise TypeError(f"a micro-kernel takes arrays, numbers and named tuples of them, not {kind}")

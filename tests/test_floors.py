@@ -19,6 +19,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     0: ("_jit.py", "_version.py", "reference.py", "simd.py", "spec.py"),
     1: ("buffers.py", "checks.py", "kernels/packing.py", "kernels/places.py"),
     2: (
+        "kernels/ahead.py",
         "kernels/codes.py",
         "kernels/decode.py",
         "kernels/encode.py",

@@ -7,10 +7,11 @@ import numpy as np
 from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
+from kvnumba.kernels.ahead import run_of, token_bytes
 from kvnumba.kernels.codes import GROUP_WORDS
 from kvnumba.kernels.rows import ROWS
 from kvnumba.kernels.states import Plan, aligned_start, bias_row, init_states, load_queries, store_rows, visible
-from kvnumba.kernels.tiles import TILE, accumulate_tile, prefetch_tile, score_tile, tile_end, tile_start, token_bytes
+from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end, tile_start
 from kvnumba.simd import LANES
 
 #: Bytes of a cache up to which it is taken to lie in the processor's own caches, where asking ahead only costs.
@@ -51,12 +52,13 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
     token = tile_start(buffers, token, length)
     while token < stop:
         end = tile_end(buffers, token, length)
-        if far:  # while the scores are made
-            prefetch_tile(buffers.v, b, h, token, end)
         for r in range(0, rows, ROWS):
             n = min(ROWS, rows - r)
+            ahead = far and r == 0
+            next_values = run_of(buffers.v, b, h, token, end - token if ahead else 0)
+            next_keys = run_of(buffers.k, b, h, end, min(end + TILE, length) - end if ahead else 0)
             score_tile(buffers.k, b, h, token, end, length, dim, work, plan.q + r * plan.q_stride, plan.q_stride,
-                       plan.scores, TILE, plan.weights, n)  # fmt: skip
+                       plan.scores, TILE, plan.weights, n, next_values)  # fmt: skip
             for j in range(n):
                 i, g = first + (r + j) // group, (r + j) % group
                 low, high = visible(i, queries, length, causal, extras)
@@ -69,9 +71,8 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
                 if ratio != np.float32(1):
                     softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, ratio)
                     work[plan.bases + r + j] *= ratio
-            if far and r == 0:  # while the values are summed
-                prefetch_tile(buffers.k, b, h, end, min(end + TILE, length))
             accumulate_tile(buffers.v, b, h, token, end, v_dim, work, plan.scores, TILE, plan.weights, plan.alphas,
-                            plan.bases + r, plan.acc + r * plan.acc_stride, plan.acc_stride, n)  # fmt: skip
+                            plan.bases + r, plan.acc + r * plan.acc_stride, plan.acc_stride, n,
+                            next_keys)  # fmt: skip
         token = end
     return store_rows(work, plan, out, lse, b, h, first, last, group, extras)

@@ -15,6 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from kvnumba.kernels.ahead import Ahead
 from kvnumba.simd import I8, I32, LANES, Emitter, Pointer, Value, Variable, microkernel
 from kvnumba.spec import BLOCK
 
@@ -75,7 +76,7 @@ def _score(bits: int) -> Any:
 
     @microkernel
     def score(e, codes, code_at, code_stride, params, param_at, param_stride, groups, blocks, work, q, q_stride, scores,
-              score_stride, weights, queries):  # fmt: skip
+              score_stride, weights, queries, far):  # fmt: skip
         """Scores of a few queries against sealed key blocks.
 
         Parameters
@@ -88,9 +89,12 @@ def _score(bits: int) -> Any:
             Scratch: queries at ``q`` padded with zeros to a multiple of 16; ``scores``; ``weights``.
         queries : int
             Query rows, 1 to 4.
+        far : Run
+            What to ask for meanwhile.
         """
         half = param_stride // 2
         channels = half  # a multiple of 16
+        ahead = Ahead(e, far, bits // 4)
         for n in range(1, ROWS + 1):
             with e.when(queries.compare("==", n)), e.range(0, blocks) as block:
                 lo_at = param_at + block * param_stride
@@ -120,6 +124,7 @@ def _score(bits: int) -> Any:
                 sums = _accumulators(e, n)
                 code = code_at + block * code_stride
                 with e.range(0, groups) as g:
+                    ahead.ask()
                     if bits == 4:
                         packed = e.load(codes, code + g * block_words, 64)
                         halves = [packed & 0x0F, packed & 0xF0]  # the second is 16 times its codes
@@ -196,7 +201,9 @@ def _accumulate(bits: int) -> Any:
     unit_bytes = 32 * 4 * bits // 8  # 32 channels of four tokens
 
     @microkernel
-    def accumulate(e, codes, code_at, group_stride, groups, channels, work, weights, alphas, out, out_stride, queries):
+    def accumulate(
+        e, codes, code_at, group_stride, groups, channels, work, weights, alphas, out, out_stride, queries, far
+    ):
         """work[out + r * out_stride + c] += alpha_r * sum over t of weight_t * (code_tc - centre).
 
         Parameters
@@ -207,12 +214,16 @@ def _accumulate(bits: int) -> Any:
             Groups of four tokens.
         channels : int
             Channels, a multiple of 32.
+        far : Run
+            What to ask for meanwhile.
         """
+        ahead = Ahead(e, far, bits // 4)
         for n in range(1, ROWS + 1):
             with e.when(queries.compare("==", n)), e.range(0, channels, 32) as c:
                 sums = _accumulators(e, n)
                 first = code_at + (c >> 5) * unit_bytes
                 with e.range(0, groups) as g:
+                    ahead.ask()
                     at = first + g * group_stride
                     if bits == 4:
                         packed = e.load(codes, at, 64)

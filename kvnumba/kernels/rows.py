@@ -12,6 +12,7 @@ from typing import Any
 from numba.extending import overload
 
 from kvnumba.buffers import BFloat16Rows, Float16Rows
+from kvnumba.kernels.ahead import Ahead
 from kvnumba.simd import LANES, Emitter, Pointer, Value, microkernel
 
 #: Query rows that one micro-kernel call handles at most.
@@ -37,9 +38,9 @@ def _bfloat16(e: Emitter, rows: Pointer, at: Value, mask: Value | None) -> Value
     return e.widen_bfloat(_float32(e, rows, at, mask))
 
 
-def _score(load: Load) -> Any:
+def _score(load: Load, lines: int) -> Any:
     @microkernel
-    def score(e, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries):
+    def score(e, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries, far):
         """work[scores + r * score_stride + t] = sum over c of work[q + r * q_stride + c] * rows[start + t * dim + c].
 
         Parameters
@@ -54,9 +55,12 @@ def _score(load: Load) -> Any:
             Scratch that holds the queries at ``q`` (padded with zeros to a multiple of 16) and takes the scores.
         queries : int
             Query rows, 1 to 4.
+        far : Run
+            What to ask for meanwhile.
         """
         full = dim & -LANES
         tail = e.first_lanes(dim - full)
+        ahead = Ahead(e, far, lines)
         for n in range(1, ROWS + 1):
             with e.when(queries.compare("==", n)):
                 tokens = _TOKENS[n]
@@ -73,6 +77,7 @@ def _score(load: Load) -> Any:
                                 sums[r][i].set(e.fma(x, keys[i], sums[r][i].get()))
 
                     with e.range(0, full, LANES) as c:
+                        ahead.ask()
                         step(c, None)
                     with e.when(full.compare("<", dim)):
                         step(full, tail)
@@ -84,9 +89,9 @@ def _score(load: Load) -> Any:
     return score
 
 
-def _accumulate(load: Load) -> Any:
+def _accumulate(load: Load, lines: int) -> Any:
     @microkernel
-    def accumulate(e, rows, start, count, dim, work, p, p_stride, out, out_stride, queries):
+    def accumulate(e, rows, start, count, dim, work, p, p_stride, out, out_stride, queries, far):
         """work[out + r * out_stride + c] += sum over t of work[p + r * p_stride + t] * rows[start + t * dim + c].
 
         Parameters
@@ -99,12 +104,17 @@ def _accumulate(load: Load) -> Any:
             Scratch that holds the weights at ``p`` and the sums at ``out`` (padded to a multiple of 16 channels).
         queries : int
             Query rows, 1 to 4.
+        far : Run
+            What to ask for meanwhile.
         """
+
+        ahead = Ahead(e, far, lines)
 
         def channels(c, vectors, n, mask):
             at = [c + LANES * u for u in range(vectors)]
             sums = [[e.variable(e.load(work, out + out_stride * r + a, LANES)) for a in at] for r in range(n)]
             with e.range(0, count) as t:
+                ahead.ask()
                 row = start + t * dim
                 values = [load(e, rows, row + a, mask) for a in at]
                 for r in range(n):
@@ -130,34 +140,34 @@ def _accumulate(load: Load) -> Any:
     return accumulate
 
 
-score_float32, accumulate_float32 = _score(_float32), _accumulate(_float32)
-score_float16, accumulate_float16 = _score(_float16), _accumulate(_float16)
-score_bfloat16, accumulate_bfloat16 = _score(_bfloat16), _accumulate(_bfloat16)
+score_float32, accumulate_float32 = _score(_float32, 4), _accumulate(_float32, 4)
+score_float16, accumulate_float16 = _score(_float16, 2), _accumulate(_float16, 2)
+score_bfloat16, accumulate_bfloat16 = _score(_bfloat16, 2), _accumulate(_bfloat16, 2)
 
 
-def score_rows(store, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries):
+def score_rows(store, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries, far):
     """Scores against float rows in the format that the type of *store* says; arguments as the micro-kernel's."""
     raise NotImplementedError("compiled code only")
 
 
-def accumulate_rows(store, rows, start, count, dim, work, p, p_stride, out, out_stride, queries):
+def accumulate_rows(store, rows, start, count, dim, work, p, p_stride, out, out_stride, queries, far):
     """Weighted sum of float rows in the format that the type of *store* says; arguments as the micro-kernel's."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(score_rows)
-def _score_rows(store, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries):
+def _score_rows(store, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries, far):
     kernel = {Float16Rows: score_float16, BFloat16Rows: score_bfloat16}.get(store.instance_class, score_float32)
-    return lambda store, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries: kernel(
-        rows, start, count, dim, work, q, q_stride, scores, score_stride, queries
+    return lambda store, rows, start, count, dim, work, q, q_stride, scores, score_stride, queries, far: kernel(
+        rows, start, count, dim, work, q, q_stride, scores, score_stride, queries, far
     )
 
 
 @overload(accumulate_rows)
-def _accumulate_rows(store, rows, start, count, dim, work, p, p_stride, out, out_stride, queries):
+def _accumulate_rows(store, rows, start, count, dim, work, p, p_stride, out, out_stride, queries, far):
     kernel = {Float16Rows: accumulate_float16, BFloat16Rows: accumulate_bfloat16}.get(
         store.instance_class, accumulate_float32
     )
-    return lambda store, rows, start, count, dim, work, p, p_stride, out, out_stride, queries: kernel(
-        rows, start, count, dim, work, p, p_stride, out, out_stride, queries
+    return lambda store, rows, start, count, dim, work, p, p_stride, out, out_stride, queries, far: kernel(
+        rows, start, count, dim, work, p, p_stride, out, out_stride, queries, far
     )

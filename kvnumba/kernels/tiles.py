@@ -9,7 +9,8 @@ from __future__ import annotations
 from numba.extending import overload
 
 from kvnumba._jit import inner
-from kvnumba.buffers import Float32Rows, FloatRows, KeyCodes8, ValueCodes8
+from kvnumba.buffers import KeyCodes8, ValueCodes8
+from kvnumba.kernels.ahead import is_float
 from kvnumba.kernels.codes import (
     accumulate_int4,
     accumulate_int8,
@@ -20,16 +21,10 @@ from kvnumba.kernels.codes import (
 )
 from kvnumba.kernels.places import recent_row
 from kvnumba.kernels.rows import accumulate_rows, score_rows
-from kvnumba.simd import microkernel
 from kvnumba.spec import BLOCK, SINK
 
 #: Tokens of one tile; a multiple of BLOCK.
 TILE = 128
-
-
-def is_float(store):
-    """Whether *store* (a Numba type) holds float rows."""
-    return store.instance_class in FloatRows
 
 
 def tile_end(buffers, token, length):
@@ -67,62 +62,76 @@ def tile_start(buffers, token, length):
     return start
 
 
-def score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries):
+def score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
     """Scores of up to four query rows against tokens [token, end), a tile."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(score_tile)
-def _score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries):
+def _score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
     if is_float(store):
 
-        def rows(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries):
+        def rows(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
             start = ((b * store.rows.shape[1] + h) * store.rows.shape[2] + token) * dim
-            score_rows(store, store.rows, start, end - token, dim, work, q, q_stride, scores, score_stride, queries)
+            score_rows(
+                store, store.rows, start, end - token, dim, work, q, q_stride, scores, score_stride, queries, far
+            )
 
         return rows
 
     kernel = score_int8 if store.instance_class is KeyCodes8 else score_int4
 
-    def codes(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries):
+    def codes(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
         head = b * store.codes.shape[1] + h
         if token < SINK or token >= SINK + (length - SINK) // BLOCK * BLOCK:
             start = (head * store.recent.shape[2] + recent_row(token)) * dim
-            score_rows(store, store.recent, start, end - token, dim, work, q, q_stride, scores, score_stride, queries)
+            score_rows(
+                store, store.recent, start, end - token, dim, work, q, q_stride, scores, score_stride, queries, far
+            )
             return
         block = head * store.codes.shape[2] + (token - SINK) // BLOCK
         code_stride, param_stride = store.codes.shape[3], 2 * store.params.shape[4]
         kernel(
             store.codes, block * code_stride, code_stride, store.params, block * param_stride, param_stride,
-            (dim + 3) // 4, (end - token) // BLOCK, work, q, q_stride, scores, score_stride, weights, queries,
+            (dim + 3) // 4, (end - token) // BLOCK, work, q, q_stride, scores, score_stride, weights, queries, far,
         )  # fmt: skip
 
     return codes
 
 
-def accumulate_tile(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries):
+def accumulate_tile(
+    store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far
+):
     """Add the values of tokens [token, end), a tile, weighted by up to four rows of probabilities."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(accumulate_tile)
-def _accumulate_tile(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries):
+def _accumulate_tile(
+    store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far
+):
     if is_float(store):
 
-        def rows(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries):
+        def rows(
+            store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far
+        ):
             start = ((b * store.rows.shape[1] + h) * store.rows.shape[2] + token) * dim
-            accumulate_rows(store, store.rows, start, end - token, dim, work, p, p_stride, out, out_stride, queries)
+            accumulate_rows(
+                store, store.rows, start, end - token, dim, work, p, p_stride, out, out_stride, queries, far
+            )
 
         return rows
 
     eight = store.instance_class is ValueCodes8
     split, kernel = (split_int8, accumulate_int8) if eight else (split_int4, accumulate_int4)
 
-    def codes(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries):
+    def codes(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far):
         head = b * store.codes.shape[1] + h
         if token < SINK:
             start = (head * SINK + token) * dim
-            accumulate_rows(store, store.sinks, start, end - token, dim, work, p, p_stride, out, out_stride, queries)
+            accumulate_rows(
+                store, store.sinks, start, end - token, dim, work, p, p_stride, out, out_stride, queries, far
+            )
             return
         # Tiles begin at a block or, after the sealed keys, at the first token of a block too.
         block = head * store.codes.shape[2] + (token - SINK) // BLOCK
@@ -134,52 +143,7 @@ def _accumulate_tile(store, b, h, token, end, dim, work, p, p_stride, weights, a
         channels = group_stride // 4 if eight else group_stride // 2
         kernel(
             store.codes, block * code_stride, group_stride, (end - token + 3) // 4, channels, work, weights, alphas,
-            out, out_stride, queries,
+            out, out_stride, queries, far,
         )  # fmt: skip
-
-    return codes
-
-
-@microkernel
-def prefetch(e, array, start, count):
-    """Ask for *count* bytes from byte *start* on of *array*, a quarter beside the others: four streams of memory."""
-    quarter = ((count >> 2) + 63) & -64
-    with e.range(0, quarter, 64) as i:
-        for stream in range(4):
-            e.prefetch(array, start + quarter * stream + i)
-
-
-def token_bytes(store):
-    """Bytes of one token of one head, parameters aside."""
-    raise NotImplementedError("compiled code only")
-
-
-def prefetch_tile(store, b, h, token, end):
-    """Ask for the rows or codes of tokens [token, end), none of them beyond what is stored."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(token_bytes)
-def _token_bytes(store):
-    if is_float(store):
-        size = 4 if store.instance_class is Float32Rows else 2
-        return lambda store: store.rows.shape[3] * size
-    return lambda store: store.codes.shape[3] // BLOCK
-
-
-@overload(prefetch_tile)
-def _prefetch_tile(store, b, h, token, end):
-    if is_float(store):
-
-        def rows(store, b, h, token, end):
-            start = (b * store.rows.shape[1] + h) * store.rows.shape[2] + token
-            prefetch(store.rows, start * token_bytes(store), (end - token) * token_bytes(store))
-
-        return rows
-
-    def codes(store, b, h, token, end):
-        if token >= SINK:
-            block = (b * store.codes.shape[1] + h) * store.codes.shape[2] + (token - SINK) // BLOCK
-            prefetch(store.codes, block * store.codes.shape[3], (end - token) * token_bytes(store))
 
     return codes
