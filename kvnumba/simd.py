@@ -34,6 +34,9 @@ LANES = 16
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F16 = ir.FloatType(), ir.HalfType()
 
+#: 1.5 * 2**23: adding it to a float32 below 2**22 leaves the rounded integer in the low bits; and its own bits.
+MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
+
 LOG2E = 1.4426950408889634
 #: ln 2 in two float32 parts; the first has 9 trailing zero bits, so that n * LN2_HIGH is exact for |n| < 512.
 LN2_HIGH, LN2_LOW = 0.693145751953125, 1.428606765330187e-06
@@ -275,6 +278,10 @@ class Emitter:
 
     def sum_each(self, vectors: list[Value]) -> Value:
         """Sums of up to 16 vectors of 16 lanes: lane i of the result is the sum of vector i."""
+        return self.fold_each(vectors, lambda a, b: a + b)
+
+    def fold_each(self, vectors: list[Value], join: Callable[[Value, Value], Value]) -> Value:
+        """As `sum_each`, for any way to *join* two vectors lane by lane."""
         count = 1 << (len(vectors) - 1).bit_length()
         level = vectors + [vectors[-1]] * (count - len(vectors))
         owner = [[i] * LANES for i in range(count)]  # owner[v][lane]: the vector whose part lies there
@@ -290,14 +297,14 @@ class Emitter:
                 low += low
                 pairs, names = [(level[0], level[0])], [owner[0] + owner[0]]
             high = [i + half for i in low]
-            level = [self.shuffle(a, b, low) + self.shuffle(a, b, high) for a, b in pairs]
+            level = [join(self.shuffle(a, b, low), self.shuffle(a, b, high)) for a, b in pairs]
             owner = [[name[i] for i in low] for name in names]
             width = half
         return self.shuffle(level[0], None, [owner[0].index(min(i, count - 1)) for i in range(LANES)])
 
     def exp(self, x: Value) -> Value:
         """exp(x) for x <= 88, relative error under 2e-7; exactly 0 below -87.34, NaN for NaN."""
-        magic = self.same(x, 12582912.0)  # 1.5 * 2**23: adding it leaves the rounded integer in the low bits
+        magic = self.same(x, MAGIC)
         shifted = self.fma(x, self.same(x, LOG2E), magic)
         n = shifted - magic
         r = self.fma(n, self.same(x, -LN2_HIGH), x)
@@ -330,8 +337,7 @@ class Emitter:
 
     def to_integer(self, x: Value) -> Value:
         """float32 to int32, rounded to nearest even; |x| < 2**22, anything for NaN."""
-        shifted = x + 12582912.0
-        return self.bitcast(shifted, _retyped(x, I32)) - 0x4B400000
+        return self.bitcast(x + MAGIC, _retyped(x, I32)) - MAGIC_BITS
 
     @property
     def _has_half(self) -> bool:

@@ -8,11 +8,12 @@ from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
 from kvnumba.kernels.ahead import run_of, token_bytes
-from kvnumba.kernels.codes import GROUP_WORDS
+from kvnumba.kernels.codes import GROUP_WORDS, TERMS
 from kvnumba.kernels.rows import ROWS
 from kvnumba.kernels.states import Plan, aligned_start, bias_row, init_states, load_queries, store_rows, visible
 from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end, tile_start
 from kvnumba.simd import LANES
+from kvnumba.spec import BLOCK
 
 #: Bytes of a cache up to which it is taken to lie in the processor's own caches, where asking ahead only costs.
 NEAR_BYTES = 1 << 21
@@ -25,8 +26,8 @@ def plan_rows(start, rows, dim, v_dim):
     acc_stride = (v_dim + 2 * LANES - 1) // (2 * LANES) * (2 * LANES)
     scores = start + rows * q_stride
     weights = scores + ROWS * TILE
-    alphas = weights + max(TILE, q_stride) // 4 * GROUP_WORDS
-    m = alphas + LANES
+    alphas = weights + max(TILE, TILE // BLOCK * q_stride) // 4 * GROUP_WORDS
+    m = alphas + TILE // BLOCK * TERMS
     states = (rows + LANES - 1) // LANES * LANES
     acc = m + 3 * states
     return Plan(start, q_stride, scores, weights, alphas, m, m + states, m + 2 * states, acc, acc_stride,
@@ -58,7 +59,7 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
             next_values = run_of(buffers.v, b, h, token, end - token if ahead else 0)
             next_keys = run_of(buffers.k, b, h, end, min(end + TILE, length) - end if ahead else 0)
             score_tile(buffers.k, b, h, token, end, length, dim, work, plan.q + r * plan.q_stride, plan.q_stride,
-                       plan.scores, TILE, plan.weights, n, next_values)  # fmt: skip
+                       plan.scores, TILE, plan.weights, plan.alphas, n, next_values)  # fmt: skip
             for j in range(n):
                 i, g = first + (r + j) // group, (r + j) % group
                 low, high = visible(i, queries, length, causal, extras)

@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from kvnumba.kernels.ahead import Ahead
-from kvnumba.simd import I8, I32, LANES, Emitter, Pointer, Value, Variable, microkernel
+from kvnumba.simd import I8, I32, LANES, MAGIC, MAGIC_BITS, Emitter, Pointer, Value, Variable, microkernel
 from kvnumba.spec import BLOCK
 
 #: Query rows that one micro-kernel call handles at most.
@@ -28,6 +28,10 @@ SIGNED_LIMIT, UNSIGNED_LIMIT = 32639.0, 65535.0
 #: Weights scratch of one group of four: dwords, two for each query row.
 GROUP_WORDS = 2 * ROWS
 
+#: Scratch of one key block beside its weights, a lane for each query row: what a unit of its integer sum is worth, what
+#: is added to that, and the inverse of the first while the weights are made.
+TERMS = 3 * LANES
+
 _WORDS = ir.VectorType(I32, LANES)
 _BYTES = ir.VectorType(I8, 4 * LANES)
 
@@ -38,17 +42,26 @@ def _inverse(e: Emitter, largest: Value, limit: float) -> Value:
     return e.select(largest.compare(">", 0.0), bounded, e.same(largest, 0.0))
 
 
-def _store_pairs(e: Emitter, high: list[Value], low: list[Value], work: Pointer, at: Value) -> None:
-    """Store bytes of 16 weights for each query row as dwords of four: [4 groups][row][high, low]."""
-    rows = len(high)
-    words = ir.VectorType(I32, LANES // 4)
-    parts = [e.bitcast(e.truncate(part, I8), words) for pair in zip(high, low, strict=True) for part in pair]
-    parts += [parts[-1]] * (GROUP_WORDS - len(parts))
-    together = e.join(parts)
+def _store_pairs(e: Emitter, weights: list[Value], work: Pointer, at: Value, low_sign: bool) -> None:
+    """Store the low 16 bits of 16 weights (int32) for each query row as dwords of four: [4 groups][row][high, low].
+
+    With *low_sign* the top bit of the low bytes is turned over.
+    """
+    words, octets = weights[0].ir.type, ir.VectorType(I8, 4 * LANES)
+    parts = []
+    for r in range(0, ROWS, 2):
+        even, odd = (weights[min(r + i, len(weights) - 1)] for i in range(2))
+        both = e.bitcast((even & 0xFFFF) | (odd << 16), octets)  # [channel][row][low, high]
+        order = [
+            16 * g + 4 * c + 2 * row + part for g in range(4) for row in (0, 1) for part in (1, 0) for c in range(4)
+        ]
+        part = e.bitcast(e.shuffle(both, None, order), words)  # [group][row][high, low][channel]
+        if low_sign:
+            part = part ^ Value(e.builder, ir.Constant(words, [0, 0x80808080 - (1 << 32)] * (LANES // 2)))
+        parts.append(part)
     for g in range(0, 4, 2):
-        order = [4 * p + g + j for j in range(2) for p in range(GROUP_WORDS)]
-        e.store(e.shuffle(together, None, order), work, at + g * GROUP_WORDS)
-    assert rows <= ROWS
+        lanes = [LANES * pair + 4 * group + i for group in (g, g + 1) for pair in range(2) for i in range(4)]
+        e.store(e.shuffle(parts[0], parts[1], lanes), work, at + g * GROUP_WORDS)
 
 
 def _weights(e: Emitter, work: Pointer, at: Value, rows: int) -> list[list[Value]]:
@@ -70,59 +83,84 @@ def _as_float(e: Emitter, sums: list[Variable], shift: float) -> Value:
     return e.fma(high, e.same(high, 256.0 * shift), low * shift)
 
 
+@microkernel
+def split_keys(e, params, param_at, param_stride, blocks, centre, work, q, q_stride, weights, terms, queries):
+    """Turn queries into byte weights for the codes of sealed key blocks.
+
+    Parameters
+    ----------
+    params : float32 array
+        ``param_at``: lo, and ``param_stride`` / 2 further scale, of the channels of the first block.
+    centre : float
+        Code that is taken as 0: half of the largest.
+    work : float32 array
+        Scratch: queries at ``q``, padded with zeros to a multiple of 16. Written, for each
+        block: bytes of q_c * scale_c at ``weights``, TERMS items at ``terms``.
+    queries : int
+        Query rows, 1 to 4.
+    """
+    channels = param_stride // 2  # a multiple of 16
+    for n in range(1, ROWS + 1):
+        with e.when(queries.compare("==", n)):
+            with e.range(0, blocks) as block:
+                lo_at = param_at + block * param_stride
+                largest = [e.variable(e.zeros()) for _ in range(n)]
+                base = [e.variable(e.zeros()) for _ in range(n)]
+                with e.range(0, channels, LANES) as c:
+                    scale = e.load(params, lo_at + channels + c, LANES)
+                    middle = e.fma(scale, e.splat(centre), e.load(params, lo_at + c, LANES))
+                    for r in range(n):
+                        x = e.load(work, q + q_stride * r + c, LANES)
+                        largest[r].set(e.maximum(e.absolute(x * scale), largest[r].get()))
+                        base[r].set(e.fma(x, middle, base[r].get()))
+                most = e.fold_each([v.get() for v in largest], e.maximum)
+                at = terms + block * TERMS
+                e.store(most * (1.0 / SIGNED_LIMIT), work, at)
+                e.store(e.sum_each([v.get() for v in base]), work, at + LANES)
+                e.store(_inverse(e, most, SIGNED_LIMIT), work, at + 2 * LANES)
+            with e.range(0, blocks) as block:
+                scale_at = param_at + block * param_stride + channels
+                at = terms + block * TERMS
+                inverse = [e.splat(e.load(work, at + 2 * LANES + r)) for r in range(n)]
+                total = [e.variable(e.zeros(I32)) for _ in range(n)]
+                with e.range(0, channels, LANES) as c:
+                    scale = e.load(params, scale_at + c, LANES)
+                    bits = []
+                    for r in range(n):
+                        x = e.load(work, q + q_stride * r + c, LANES) * scale
+                        # The low bits are the rounded integer; 128 more carry what the sign of the low byte takes.
+                        bits.append(e.bitcast(e.fma(x, inverse[r], e.full(MAGIC + 128)), total[r].get().ir.type))
+                        total[r].set(total[r].get() + bits[r])
+                    _store_pairs(e, bits, work, weights + (block * channels + c) * (GROUP_WORDS // 4), True)
+                surplus = e.splat(e.truncate(channels * (MAGIC_BITS + 128), I32))
+                offset = e.to_float(e.sum_each([v.get() for v in total]) - surplus) * (e.splat(centre) * -1.0)
+                e.store(e.fma(offset, e.load(work, at, LANES), e.load(work, at + LANES, LANES)), work, at + LANES)
+
+
 def _score(bits: int) -> Any:
-    centre = 127.5 if bits == 8 else 7.5
     block_words = 4 * BLOCK * bits // 8  # bytes of one group of four channels
 
     @microkernel
-    def score(e, codes, code_at, code_stride, params, param_at, param_stride, groups, blocks, work, q, q_stride, scores,
-              score_stride, weights, queries, far):  # fmt: skip
-        """Scores of a few queries against sealed key blocks.
+    def score(e, codes, code_at, code_stride, groups, blocks, channels, work, weights, terms, scores, score_stride,
+              queries, far):  # fmt: skip
+        """Scores of a few queries against sealed key blocks, from what `split_keys` wrote.
 
         Parameters
         ----------
         codes : uint8 array
             ``code_at`` is the first block, ``code_stride`` the bytes of a block, ``groups`` its groups of 4 channels.
-        params : float32 array
-            ``param_at``: lo, and ``param_stride`` / 2 further scale, of the channels of the first block.
-        work : float32 array
-            Scratch: queries at ``q`` padded with zeros to a multiple of 16; ``scores``; ``weights``.
+        channels : int
+            Channels of a block, padded to a multiple of 16.
         queries : int
             Query rows, 1 to 4.
         far : Run
             What to ask for meanwhile.
         """
-        half = param_stride // 2
-        channels = half  # a multiple of 16
         ahead = Ahead(e, far, bits // 4)
         for n in range(1, ROWS + 1):
             with e.when(queries.compare("==", n)), e.range(0, blocks) as block:
-                lo_at = param_at + block * param_stride
-                scale_at = lo_at + half
-                largest = [e.variable(e.zeros()) for _ in range(n)]
-                base = [e.variable(e.zeros()) for _ in range(n)]
-                with e.range(0, channels, LANES) as c:
-                    scale = e.load(params, scale_at + c, LANES)
-                    middle = e.fma(scale, e.full(centre), e.load(params, lo_at + c, LANES))
-                    for r in range(n):
-                        x = e.load(work, q + q_stride * r + c, LANES)
-                        largest[r].set(e.maximum(e.absolute(x * scale), largest[r].get()))
-                        base[r].set(e.fma(x, middle, base[r].get()))
-                most = [e.reduce_max(v.get()) for v in largest]
-                inverse = [e.splat(_inverse(e, m, SIGNED_LIMIT)) for m in most]
-                total = [e.variable(e.zeros(I32)) for _ in range(n)]
-                with e.range(0, channels, LANES) as c:
-                    scale = e.load(params, scale_at + c, LANES)
-                    high, low = [], []
-                    for r in range(n):
-                        w = e.to_integer(e.load(work, q + q_stride * r + c, LANES) * scale * inverse[r])
-                        total[r].set(total[r].get() + w)
-                        high.append((w + 128).shift_signed(8))
-                        low.append(w)
-                    _store_pairs(e, high, low, work, weights + c * (GROUP_WORDS // 4))
-
                 sums = _accumulators(e, n)
-                code = code_at + block * code_stride
+                code, first = code_at + block * code_stride, weights + block * channels * (GROUP_WORDS // 4)
                 with e.range(0, groups) as g:
                     ahead.ask()
                     if bits == 4:
@@ -130,18 +168,17 @@ def _score(bits: int) -> Any:
                         halves = [packed & 0x0F, packed & 0xF0]  # the second is 16 times its codes
                     else:
                         halves = [e.load(codes, code + g * block_words + 64 * i, 64) for i in range(2)]
-                    for r, pair in enumerate(_weights(e, work, weights + g * GROUP_WORDS, n)):
+                    for r, pair in enumerate(_weights(e, work, first + g * GROUP_WORDS, n)):
                         for i in range(2):
                             for part in range(2):
                                 one = sums[r][i][part]
                                 one.set(e.dot_bytes(one.get(), halves[i], pair[part]))
                 for r in range(n):
-                    alpha = most[r] * (1.0 / SIGNED_LIMIT)
-                    offset = e.to_float(e.reduce_add(total[r].get())) * -centre
+                    at = terms + block * TERMS + r
+                    alpha, offset = e.splat(e.load(work, at)), e.splat(e.load(work, at + LANES))
                     for i in range(2):
                         s = _as_float(e, sums[r][i], 1 / 16 if bits == 4 and i == 1 else 1.0)
-                        s = e.fma(s + e.splat(offset), e.splat(alpha), e.splat(e.reduce_add(base[r].get())))
-                        e.store(s, work, scores + score_stride * r + block * BLOCK + LANES * i)
+                        e.store(e.fma(s, alpha, offset), work, scores + score_stride * r + block * BLOCK + LANES * i)
 
     return score
 
@@ -187,12 +224,10 @@ def _split(bits: int) -> Any:
                     e.store(e.load(work, bases + r) + e.reduce_add(base[r].get()), work, bases + r)
                 with e.range(0, count, LANES) as t:
                     _, scale = load(t)
-                    high, low = [], []
-                    for r in range(n):
-                        w = e.to_integer(e.load(work, p + p_stride * r + t, LANES) * scale * inverse[r])
-                        high.append(w >> 8)
-                        low.append(w)
-                    _store_pairs(e, high, low, work, weights + t * (GROUP_WORDS // 4))
+                    words = [
+                        e.to_integer(e.load(work, p + p_stride * r + t, LANES) * scale * inverse[r]) for r in range(n)
+                    ]
+                    _store_pairs(e, words, work, weights + t * (GROUP_WORDS // 4), False)
 
     return split
 

@@ -18,6 +18,7 @@ from kvnumba.kernels.codes import (
     score_int8,
     split_int4,
     split_int8,
+    split_keys,
 )
 from kvnumba.kernels.places import recent_row
 from kvnumba.kernels.rows import accumulate_rows, score_rows
@@ -62,16 +63,22 @@ def tile_start(buffers, token, length):
     return start
 
 
-def score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
+def score_tile(
+    store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
+):
     """Scores of up to four query rows against tokens [token, end), a tile."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(score_tile)
-def _score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
+def _score_tile(
+    store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
+):
     if is_float(store):
 
-        def rows(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
+        def rows(
+            store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
+        ):
             start = ((b * store.rows.shape[1] + h) * store.rows.shape[2] + token) * dim
             score_rows(
                 store, store.rows, start, end - token, dim, work, q, q_stride, scores, score_stride, queries, far
@@ -79,9 +86,12 @@ def _score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores,
 
         return rows
 
-    kernel = score_int8 if store.instance_class is KeyCodes8 else score_int4
+    eight = store.instance_class is KeyCodes8
+    kernel, centre = (score_int8, 127.5) if eight else (score_int4, 7.5)
 
-    def codes(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, queries, far):
+    def codes(
+        store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
+    ):
         head = b * store.codes.shape[1] + h
         if token < SINK or token >= SINK + (length - SINK) // BLOCK * BLOCK:
             start = (head * store.recent.shape[2] + recent_row(token)) * dim
@@ -90,10 +100,14 @@ def _score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores,
             )
             return
         block = head * store.codes.shape[2] + (token - SINK) // BLOCK
-        code_stride, param_stride = store.codes.shape[3], 2 * store.params.shape[4]
+        code_stride, channels = store.codes.shape[3], store.params.shape[4]
+        blocks = (end - token) // BLOCK
+        split_keys(
+            store.params, block * 2 * channels, 2 * channels, blocks, centre, work, q, q_stride, weights, terms, queries
+        )
         kernel(
-            store.codes, block * code_stride, code_stride, store.params, block * param_stride, param_stride,
-            (dim + 3) // 4, (end - token) // BLOCK, work, q, q_stride, scores, score_stride, weights, queries, far,
+            store.codes, block * code_stride, code_stride, (dim + 3) // 4, blocks, channels, work, weights, terms,
+            scores, score_stride, queries, far,
         )  # fmt: skip
 
     return codes
