@@ -22,6 +22,8 @@ SHARED_WORK = 8_000_000
 
 _NONE = np.empty(0, np.float32)
 _NO_MASK = np.empty((0, 0, 0, 0), np.float32)
+_NO_LSE = np.empty((0, 0, 0), np.float32)
+_FLOAT32 = np.dtype(np.float32)
 
 
 def attention(
@@ -140,22 +142,31 @@ class Target(NamedTuple):
     buffers: KVBuffers
     map: npt.NDArray[np.int64]
     entries: Entries
+    heads: tuple[int, int, int]  #: [B, H_kv, D] of the keys
+    v_dim: int
+    scale: float  #: the default of sm_scale
+    quick_work: int  #: items of the queries times tokens up to which a call is not worth sharing
 
 
 def target(buffers: KVBuffers) -> Target:
     """Prepare *buffers* for `run`."""
-    return Target(buffers, map_buffers(buffers), entries_of(type(buffers.k), type(buffers.v)))
+    batch, heads, _, dim = buffers.k[0].shape
+    v_dim = buffers.v[0].shape[3]
+    entries = entries_of(type(buffers.k), type(buffers.v))
+    scale, quick_work = checks.scale(None, dim), SHARED_WORK * dim // (dim + v_dim)
+    return Target(buffers, map_buffers(buffers), entries, (batch, heads, dim), v_dim, scale, quick_work)
 
 
 def run(to: Target, length: int, request: Request) -> Any:
     """Attention over buffers that hold *length* tokens, as prepared."""
     query, out = request.query, request.out
-    v_dim = to.buffers.v[0].shape[3]
+    v_dim = to.v_dim
     if out is not None and out.dtype == np.float32 and out.flags.carray and not _overlaps(out, to.buffers, query):
         result = out
     else:
         result = np.empty((*query.shape[:3], v_dim), np.float32)
-    call = (query, result, np.empty(query.shape[:3], np.float32), request.scale, request.causal)
+    lse = np.empty(query.shape[:3], np.float32) if request.return_lse else _NO_LSE
+    call = (query, result, lse, request.scale, request.causal)
     few, units = kernels.divide(to.buffers.k[0].shape[1], query.shape)
     rows = query.shape[0] * query.shape[1] * query.shape[2]
     shared = rows * length * (query.shape[3] + v_dim) > SHARED_WORK
@@ -174,7 +185,25 @@ def run(to: Target, length: int, request: Request) -> Any:
                 out = result.astype(request.dtype)
             else:
                 out[...] = result
-    return (out, call[2]) if request.return_lse else out
+    return (out, lse) if request.return_lse else out
+
+
+def quick(to: Target, length: int, q: Any, causal: Any) -> Array | None:
+    """Attention as `prepare` and `run` would do it, in half the time, of a decoded token; None: it is not that simple.
+
+    Simple is a small call with float32 queries in C order and no option.
+    """
+    if type(q) is not np.ndarray or q.dtype is not _FLOAT32 or not q.flags.carray or type(causal) is not bool:
+        return None
+    batch, heads, dim = to.heads
+    shape = q.shape
+    if len(shape) != 4 or shape[0] != batch or shape[3] != dim or shape[1] % heads:
+        return None
+    if not 0 < shape[1] * shape[2] <= kernels.FEW_ROWS * heads or q.size * length > to.quick_work:
+        return None
+    out = np.empty((batch, shape[1], shape[2], to.v_dim), _FLOAT32)
+    fine = to.entries.few(to.map, q, out, _NO_LSE, to.scale, 1 if causal else 0, 0, batch * heads)
+    return out if fine else None
 
 
 def _overlaps(out: Array, buffers: KVBuffers, query: Array) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from kvnumba._jit import inner, sums
 from kvnumba.kernels.attention_careful import attend_careful
 from kvnumba.kernels.attention_panels import attend_panels, scratch_panels
-from kvnumba.kernels.attention_rows import attend_rows
+from kvnumba.kernels.attention_rows import attend_rows, scratch_rows
 
 #: Query rows of one KV head up to which the cache is read directly.
 FEW_ROWS = 16
@@ -54,9 +54,10 @@ def divide(heads, shape):
 def few_units(buffers, q, out, lse, sm_scale, causal, extras, first, last):
     """Units [first, last) of `attend` for few query rows; True if the result is finite."""
     heads, finite = buffers.k[0].shape[1], True
+    work = scratch_rows(q.shape[2] * (q.shape[1] // heads), q.shape[3], out.shape[3])
     for unit in range(first, last):
         b, h = unit // heads, unit % heads
-        finite &= attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, 0, q.shape[2])
+        finite &= attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, 0, q.shape[2], work)
     return finite
 
 
@@ -107,7 +108,7 @@ def attend(buffers, q, out, lse, sm_scale, causal, extras):
     out : float32 [B, H_q, S, Dv], C-contiguous
         Overwritten.
     lse : float32 [B, H_q, S]
-        Overwritten: log of the sum of exponentials of each row, -inf where it sees nothing.
+        Overwritten: log of the sum of exponentials of each row, -inf where it sees nothing. [0, 0, 0]: not wanted.
     sm_scale : float
         Factor of q.k.
     causal : bool

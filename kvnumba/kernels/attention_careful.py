@@ -67,4 +67,5 @@ def weighted_sum(buffers, out, lse, extras, b, h, head, i, scores, value, total)
                 total[c] += p * value[c]
     for c in range(v_dim):
         out[b, head, i, c] = np.float32(total[c] / l) if l != 0.0 else np.float32(0)
-    lse[b, head, i] = np.float32(anchor + np.log(l)) if l != 0.0 else NEG_INF
+    if lse.size > 0:
+        lse[b, head, i] = np.float32(anchor + np.log(l)) if l != 0.0 else NEG_INF

@@ -26,9 +26,10 @@ def plan_panels(start, rows, dim, v_dim):
     value_at = key_at + TILE * q_stride
     m = value_at + TILE * acc_stride
     states = (rows + LANES - 1) // LANES * LANES
-    acc = m + 3 * states
-    return Plan(start, q_stride, scores, key_at, value_at, m, m + states, m + 2 * states, acc, acc_stride,
-                acc + rows * acc_stride)  # fmt: skip
+    ratios = m + 3 * states
+    acc = ratios + LANES
+    return Plan(start, q_stride, scores, key_at, value_at, m, m + states, m + 2 * states, ratios,
+                acc, acc_stride, acc + rows * acc_stride)  # fmt: skip
 
 
 @inner
@@ -100,9 +101,8 @@ def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries,
         seen = min(max(high - token, 0), count)
         if extras is not None:
             bias_row(work, at, token, token + seen, low, high, b, h * group + g, i, length - queries + i, extras)
-        ratio = softmax.update(work, at, seen, padded, plan.m + r + j, plan.l + r + j)
-        if ratio != np.float32(1):
-            softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, ratio)
+        if softmax.update(work, at, TILE, seen, padded, plan.m + r + j, plan.l + r + j, plan.ratios, 1):
+            softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, work[plan.ratios])
     for c in range(0, plan.acc_stride, PANEL):
         multiply_add(work, plan.scores, count, plan.alphas + c * TILE, plan.acc + r * plan.acc_stride + c,
                      plan.acc_stride)  # fmt: skip

@@ -29,19 +29,25 @@ def plan_rows(start, rows, dim, v_dim):
     alphas = weights + max(TILE, TILE // BLOCK * q_stride) // 4 * GROUP_WORDS
     m = alphas + TILE // BLOCK * TERMS
     states = (rows + LANES - 1) // LANES * LANES
-    acc = m + 3 * states
-    return Plan(start, q_stride, scores, weights, alphas, m, m + states, m + 2 * states, acc, acc_stride,
-                acc + rows * acc_stride)  # fmt: skip
+    ratios = m + 3 * states
+    acc = ratios + LANES
+    return Plan(start, q_stride, scores, weights, alphas, m, m + states, m + 2 * states, ratios,
+                acc, acc_stride, acc + rows * acc_stride)  # fmt: skip
 
 
 @inner
-def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last):
+def scratch_rows(rows, dim, v_dim):
+    """Scratch for units of *rows* rows."""
+    return np.empty(plan_rows(0, rows, dim, v_dim).size + LANES, np.float32)
+
+
+@inner
+def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last, work):
     """Queries [first, last) of one KV head's group, few of them; True if the result is finite."""
     dim, v_dim, queries = q.shape[3], out.shape[3], q.shape[2]
     group = q.shape[1] // buffers.k[0].shape[1]
     length = buffers.state[b, LENGTH]
     rows = (last - first) * group
-    work = np.empty(plan_rows(0, rows, dim, v_dim).size + LANES, np.float32)
     plan = plan_rows(aligned_start(work), rows, dim, v_dim)
     load_queries(work, plan, q, b, h, first, last, group, sm_scale)
     init_states(work, plan, rows)
@@ -66,10 +72,10 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
                 if extras is not None or high < end:
                     bias_row(work, plan.scores + j * TILE, token, end, low, high, b, h * group + g, i,
                              length - queries + i, extras)  # fmt: skip
-                padded = (end - token + LANES - 1) // LANES * LANES
-                ratio = softmax.update(work, plan.scores + j * TILE, end - token, padded, plan.m + r + j,
-                                       plan.l + r + j)  # fmt: skip
-                if ratio != np.float32(1):
+            padded = (end - token + LANES - 1) // LANES * LANES
+            if softmax.update(work, plan.scores, TILE, end - token, padded, plan.m + r, plan.l + r, plan.ratios, n):
+                for j in range(n):
+                    ratio = work[plan.ratios + j]
                     softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, ratio)
                     work[plan.bases + r + j] *= ratio
             accumulate_tile(buffers.v, b, h, token, end, v_dim, work, plan.scores, TILE, plan.weights, plan.alphas,

@@ -9,49 +9,64 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvnumba.simd import LANES, Float, microkernel
+from kvnumba.simd import I64, LANES, Float, Integer, microkernel
 
 
 @microkernel
-def update(e, work, scores, count, padded, m, l) -> Float:
-    """Take *count* scores into (m, l) and turn them into probabilities relative to the new m.
+def update(e, work, scores, score_stride, count, padded, m, l, ratios, rows) -> Integer:
+    """Take *count* scores of each row into (m, l) and turn them into probabilities relative to the new m.
 
     Parameters
     ----------
     work : float32 array
-        Scratch: scores at ``scores``, overwritten; m at ``m`` and l at ``l``, overwritten.
+        Scratch. Overwritten: the scores, row r at ``scores + r * score_stride``; m and l, row r at ``m + r`` and
+        ``l + r``; at ``ratios + r`` comes exp(old m - new m), with which sums relative to the old m are to be
+        multiplied. 16 items may be read from m and l on.
     count, padded : int
         Scores, and up to where they are followed by zeros: a multiple of 16.
+    rows : int
+        1 to 4.
 
     Returns
     -------
-    float32
-        exp(old m - new m): what sums relative to the old m are to be multiplied with.
+    int
+        Whether a ratio differs from 1.
     """
-    full = count & -LANES
-    with e.when(full.compare("<", count)):
-        seen = e.first_lanes(count - full)
-        e.store(e.select(seen, e.load(work, scores + full, LANES), e.full(-np.inf)), work, scores + full)
-    rounded = (count + (LANES - 1)) & -LANES
-    with e.range(rounded, padded, LANES) as t:
-        e.store(e.zeros(), work, scores + t)
-    largest = e.variable(e.full(-np.inf))
-    with e.range(0, rounded, LANES) as t:
-        largest.set(e.maximum(e.load(work, scores + t, LANES), largest.get()))
-    old = e.load(work, m)
-    new = e.maximum(e.reduce_max(largest.get()), old)
-    # A row that has seen nothing keeps m = -inf; subtracting 0 instead makes its probabilities exp(-inf) = 0.
-    anchor = e.select(new.compare("==", -np.inf), e.same(new, 0.0), new)
-    lanes_anchor = e.splat(anchor)
-    total = e.variable(e.zeros())
-    with e.range(0, rounded, LANES) as t:
-        p = e.exp(e.load(work, scores + t, LANES) - lanes_anchor)
-        e.store(p, work, scores + t)
-        total.set(total.get() + p)
-    ratio = e.exp(old - anchor)
-    e.store(new, work, m)
-    e.store(e.fma(e.load(work, l), ratio, e.reduce_add(total.get())), work, l)
-    return ratio
+    changed = e.variable(e.integer(0))
+    full, rounded = count & -LANES, (count + (LANES - 1)) & -LANES
+    for n in range(1, 5):
+        with e.when(rows.compare("==", n)):
+            starts = [scores + score_stride * r for r in range(n)]
+            with e.when(full.compare("<", count)):
+                seen = e.first_lanes(count - full)
+                for at in starts:
+                    e.store(e.select(seen, e.load(work, at + full, LANES), e.full(-np.inf)), work, at + full)
+            with e.range(rounded, padded, LANES) as t:
+                for at in starts:
+                    e.store(e.zeros(), work, at + t)
+            largest = [e.variable(e.full(-np.inf)) for _ in starts]
+            with e.range(0, rounded, LANES) as t:
+                for top, at in zip(largest, starts, strict=True):
+                    top.set(e.maximum(e.load(work, at + t, LANES), top.get()))
+            old = e.load(work, m, LANES)
+            new = e.maximum(e.fold_each([top.get() for top in largest], e.maximum), old)
+            # A row that has seen nothing keeps m = -inf; subtracting 0 instead makes its probabilities exp(-inf) = 0.
+            anchor = e.select(new.compare("==", -np.inf), e.zeros(), new)
+            anchors = [e.shuffle(anchor, None, [r] * LANES) for r in range(n)]
+            totals = [e.variable(e.zeros()) for _ in starts]
+            with e.range(0, rounded, LANES) as t:
+                for total, at, lanes in zip(totals, starts, anchors, strict=True):
+                    p = e.exp(e.load(work, at + t, LANES) - lanes)
+                    e.store(p, work, at + t)
+                    total.set(total.get() + p)
+            ratio = e.exp(old - anchor)
+            some = list(range(n))
+            sums = e.fma(e.load(work, l, LANES), ratio, e.sum_each([total.get() for total in totals]))
+            for value, at in ((new, m), (sums, l), (ratio, ratios)):
+                e.store(e.shuffle(value, None, some), work, at)
+            same = e.shuffle(ratio, None, some).compare("==", 1.0)
+            changed.set(e.extend(e.any(same ^ -1), I64))
+    return changed.get()
 
 
 @microkernel

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     m: int
     l: int
     bases: int
+    ratios: int
     acc: int
     acc_stride: int
     size: int
@@ -143,5 +144,6 @@ def store_rows(work, plan, out, lse, b, h, first, last, group, extras):
             at = ((b * out.shape[1] + head) * out.shape[2] + i) * v_dim
             check = softmax.finish(work, plan.acc + r * plan.acc_stride, v_dim, base, factor, out, at)
             fine &= check == check
-            lse[b, head, i] = work[plan.m + r] + np.log(l) if seen else NEG_INF
+            if lse.size > 0:
+                lse[b, head, i] = work[plan.m + r] + np.log(l) if seen else NEG_INF
     return fine
