@@ -234,8 +234,12 @@ def all_within(e, x, count, bound) -> Integer:
         good = e.absolute(values).compare("<=", lanes)
         bad.set(bad.get() | e.select(good, e.zeros(I32), e.full(1, I32)))
 
-    full = count & -LANES
-    with e.range(0, full, LANES) as i:
+    # Four runs side by side: memory reads four streams faster than one.
+    quarter, full = (count >> 2) & -LANES, count & -LANES
+    with e.range(0, quarter, LANES) as i:
+        for stream in range(4):
+            part(e.load(x, quarter * stream + i, LANES))
+    with e.range(quarter * 4, full, LANES) as i:
         part(e.load(x, i, LANES))
     with e.when(full.compare("<", count)):
         part(e.load_masked(x, full, e.first_lanes(count - full)))
