@@ -123,14 +123,21 @@ def prepare(
     sink_logits: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
+    sinks: int = 0,
+    dropped: int = 0,
 ) -> Request:
-    """Check the arguments of attention over buffers that (will) hold *length* tokens; options as in `attention`."""
+    """Check the arguments of attention over buffers that (will) hold *length* tokens; options as in `attention`.
+
+    The first *sinks* tokens are seen through any window; *dropped* tokens are missing between them and the rest.
+    """
     first = buffers.k[0]
     query, dtype = checks.query(q, first.shape[0], first.shape[1], first.shape[3])
     scale = checks.scale(sm_scale, first.shape[3])
     extras = None
     if mask is not None or window is not None or alibi_slopes is not None or sink_logits is not None or softcap != 0:
-        extras = _extras(mask, window, softcap, alibi_slopes, sink_logits, query.shape, length)
+        extras = _extras(mask, window, softcap, alibi_slopes, sink_logits, query.shape, length)._replace(
+            sinks=sinks, dropped=dropped
+        )
     if out is not None:
         checks.output("out", out, (*query.shape[:3], buffers.v[0].shape[3]), dtype)
     return Request(query, dtype, scale, int(checks.flag("causal", causal)), extras, bool(return_lse), out)

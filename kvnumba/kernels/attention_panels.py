@@ -8,8 +8,17 @@ from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
 from kvnumba.kernels.panels import PANEL, PANEL_ROWS, key_panels, multiply, multiply_add, query_panel, value_panels
-from kvnumba.kernels.states import Plan, aligned_start, bias_row, init_states, store_rows, visible
-from kvnumba.kernels.tiles import TILE, tile_end, tile_start
+from kvnumba.kernels.states import (
+    Plan,
+    aligned_start,
+    bias_row,
+    first_tile,
+    init_states,
+    next_tile,
+    store_rows,
+    visible,
+)
+from kvnumba.kernels.tiles import TILE, tile_end
 from kvnumba.simd import LANES
 
 
@@ -66,9 +75,9 @@ def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, l
     load_panels(work, plan, q, b, h, first, group, rows, sm_scale)
     init_states(work, plan, padded_rows)
 
-    token = visible(first, queries, length, causal, extras)[0]
+    seen = visible(first, queries, length, causal, extras)[0]
     stop = visible(last - 1, queries, length, causal, extras)[1]
-    token = tile_start(buffers, token, length)
+    token = first_tile(buffers, seen, length, extras)
     while token < stop:
         end = tile_end(buffers, token, length)
         key_panels(buffers.k, b, h, token, end, length, dim, work, plan.weights, plan.q_stride)
@@ -77,10 +86,10 @@ def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, l
             high = visible(first + (min(r + PANEL_ROWS, rows) - 1) // group, queries, length, causal, extras)[1]
             low = visible(first + r // group, queries, length, causal, extras)[0]
             count = min(end, high) - token
-            if count > 0 and low < end:
+            if count > 0 and (low < end or (extras is not None and token < extras.sinks)):
                 attend_panel(work, plan, token, count, r, min(PANEL_ROWS, rows - r), b, h, first, group, queries,
                              length, causal, extras)  # fmt: skip
-        token = end
+        token = next_tile(buffers, end, seen, length, extras)
     return store_rows(work, plan, out, lse, b, h, first, last, group, extras)
 
 

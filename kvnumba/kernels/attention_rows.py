@@ -10,8 +10,18 @@ from kvnumba.kernels import softmax
 from kvnumba.kernels.ahead import run_of, token_bytes
 from kvnumba.kernels.codes import GROUP_WORDS, TERMS
 from kvnumba.kernels.rows import ROWS
-from kvnumba.kernels.states import Plan, aligned_start, bias_row, init_states, load_queries, store_rows, visible
-from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end, tile_start
+from kvnumba.kernels.states import (
+    Plan,
+    aligned_start,
+    bias_row,
+    first_tile,
+    init_states,
+    load_queries,
+    next_tile,
+    store_rows,
+    visible,
+)
+from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end
 from kvnumba.simd import LANES
 from kvnumba.spec import BLOCK
 
@@ -54,9 +64,9 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
 
     tokens = q.shape[0] * buffers.k[0].shape[1] * length
     far = tokens * (token_bytes(buffers.k) + token_bytes(buffers.v)) > NEAR_BYTES
-    token = visible(first, queries, length, causal, extras)[0]
+    seen = visible(first, queries, length, causal, extras)[0]
     stop = visible(last - 1, queries, length, causal, extras)[1]
-    token = tile_start(buffers, token, length)
+    token = first_tile(buffers, seen, length, extras)
     while token < stop:
         end = tile_end(buffers, token, length)
         for r in range(0, rows, ROWS):
@@ -81,5 +91,5 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
             accumulate_tile(buffers.v, b, h, token, end, v_dim, work, plan.scores, TILE, plan.weights, plan.alphas,
                             plan.bases + r, plan.acc + r * plan.acc_stride, plan.acc_stride, n,
                             next_keys)  # fmt: skip
-        token = end
+        token = next_tile(buffers, end, seen, length, extras)
     return store_rows(work, plan, out, lse, b, h, first, last, group, extras)

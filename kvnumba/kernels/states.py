@@ -8,6 +8,7 @@ import numpy as np
 
 from kvnumba._jit import inner
 from kvnumba.kernels import softmax
+from kvnumba.kernels.tiles import tile_start
 from kvnumba.simd import I64, Integer, Value, microkernel
 
 NEG_INF = np.float32(-np.inf)
@@ -22,6 +23,8 @@ class Extras(NamedTuple):
     right: int  #: keys after it; -1: all
     alibi_slopes: Any  #: float32 [H_q]; slope * distance is taken off the score
     sink_logits: Any  #: float32 [H_q]; one further score without a value; -inf: none
+    sinks: int = 0  #: first keys that *left* does not hide
+    dropped: int = 0  #: tokens that are no longer there between the sinks and the rest
 
 
 class Plan(NamedTuple):
@@ -57,6 +60,20 @@ def visible(i, queries, length, causal, extras):
 
 
 @inner
+def first_tile(buffers, low, length, extras):
+    """Start of the first tile that is read where keys from *low* on are seen, and the sinks of a window."""
+    return tile_start(buffers, 0 if extras is not None and extras.sinks > 0 else low, length)
+
+
+@inner
+def next_tile(buffers, end, low, length, extras):
+    """Start of the tile that is read after one that ends at *end*."""
+    if extras is not None and extras.sinks > 0 and end < low:
+        return max(end, tile_start(buffers, low, length))
+    return end
+
+
+@inner
 def bias_row(work, at, token, end, first, last, b, head, i, position, extras):
     """Apply everything but the scale to the scores of one query row for keys [token, end)."""
     count = end - token
@@ -68,7 +85,8 @@ def bias_row(work, at, token, end, first, last, b, head, i, position, extras):
         if extras.alibi_slopes.size > 0:
             slope = extras.alibi_slopes[head]
             for t in range(count):
-                work[at + t] -= slope * np.float32(abs(position - (token + t)))
+                further = extras.dropped if token + t < extras.sinks else 0
+                work[at + t] -= slope * np.float32(abs(position - (token + t)) + further)
         mask = extras.mask
         if mask.size > 0:
             mb, mh = b if mask.shape[0] > 1 else 0, head if mask.shape[1] > 1 else 0
@@ -84,7 +102,7 @@ def bias_row(work, at, token, end, first, last, b, head, i, position, extras):
                     work[at + t] = NEG_INF if value == NEG_INF else work[at + t] + value
     for t in range(max(0, last - token), count):
         work[at + t] = NEG_INF
-    for t in range(min(first - token, count)):
+    for t in range(0 if extras is None else max(0, extras.sinks - token), min(first - token, count)):
         work[at + t] = NEG_INF
 
 
