@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+from numba.extending import overload
 
 from kvnumba._jit import inner
-from kvnumba.buffers import LENGTH
+from kvnumba.buffers import LENGTH, ValueCodes8
 from kvnumba.kernels import softmax
+from kvnumba.kernels.ahead import is_float
+from kvnumba.kernels.codes import (
+    GROUP_WORDS,
+    ROWS,
+    accumulate_many_int4,
+    accumulate_many_int8,
+    dots_are_fast,
+    split_int4,
+    split_int8,
+)
 from kvnumba.kernels.panels import PANEL, PANEL_ROWS, key_panels, multiply, multiply_add, query_panel, value_panels
 from kvnumba.kernels.states import (
     Plan,
@@ -20,6 +31,7 @@ from kvnumba.kernels.states import (
 )
 from kvnumba.kernels.tiles import TILE, tile_end
 from kvnumba.simd import LANES
+from kvnumba.spec import BLOCK, SINK
 
 
 @inner
@@ -81,21 +93,25 @@ def attend_panels(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, l
     while token < stop:
         end = tile_end(buffers, token, length)
         key_panels(buffers.k, b, h, token, end, length, dim, work, plan.weights, plan.q_stride)
-        value_panels(buffers.v, b, h, token, end, v_dim, work, plan.alphas, TILE)
+        if not reads_codes(buffers.v, token):
+            value_panels(buffers.v, b, h, token, end, v_dim, work, plan.alphas, TILE)
         for r in range(0, rows, PANEL_ROWS):
             high = visible(first + (min(r + PANEL_ROWS, rows) - 1) // group, queries, length, causal, extras)[1]
             low = visible(first + r // group, queries, length, causal, extras)[0]
             count = min(end, high) - token
             if count > 0 and (low < end or (extras is not None and token < extras.sinks)):
-                attend_panel(work, plan, token, count, r, min(PANEL_ROWS, rows - r), b, h, first, group, queries,
-                             length, causal, extras)  # fmt: skip
+                attend_panel(buffers.v, work, plan, token, count, r, min(PANEL_ROWS, rows - r), b, h, first, group,
+                             queries, length, causal, extras)  # fmt: skip
         token = next_tile(buffers, end, seen, length, extras)
     return store_rows(work, plan, out, lse, b, h, first, last, group, extras)
 
 
 @inner
-def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries, length, causal, extras):
-    """Take the *count* keys from *token* on, a tile in panels, into the states of rows r to r + PANEL_ROWS."""
+def attend_panel(store, work, plan, token, count, r, rows, b, h, first, group, queries, length, causal, extras):
+    """Take the *count* keys from *token* on, a tile in panels, into the states of rows r to r + PANEL_ROWS.
+
+    Values are those of *store*, in panels unless `reads_codes` says so.
+    """
     for t in range(0, count, PANEL):
         multiply(work, plan.q + r * plan.q_stride, plan.q_stride, plan.weights + t * plan.q_stride, plan.scores + t,
                  TILE)  # fmt: skip
@@ -112,6 +128,50 @@ def attend_panel(work, plan, token, count, r, rows, b, h, first, group, queries,
             bias_row(work, at, token, token + seen, low, high, b, h * group + g, i, length - queries + i, extras)
         if softmax.update(work, at, TILE, seen, padded, plan.m + r + j, plan.l + r + j, plan.ratios, 1):
             softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, work[plan.ratios])
+            work[plan.bases + r + j] *= work[plan.ratios]
+    if reads_codes(store, token):
+        accumulate_codes(store, work, plan, b, h, token, count, r)
+        return
     for c in range(0, plan.acc_stride, PANEL):
         multiply_add(work, plan.scores, count, plan.alphas + c * TILE, plan.acc + r * plan.acc_stride + c,
                      plan.acc_stride)  # fmt: skip
+
+
+def reads_codes(store, token):
+    """Whether the values of the tile at *token* are summed as codes: from sealed ones, where byte products are fast."""
+    raise NotImplementedError("compiled code only")
+
+
+def accumulate_codes(store, work, plan, b, h, token, count, r):
+    """Add the values of *count* tokens from *token* on to the sums of rows r to r + PANEL_ROWS, from their codes."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(reads_codes)
+def _reads_codes(store, token):
+    if is_float(store):
+        return lambda store, token: False
+    return lambda store, token: token >= SINK and dots_are_fast() == 1
+
+
+@overload(accumulate_codes)
+def _accumulate_codes(store, work, plan, b, h, token, count, r):
+    if is_float(store):
+        return lambda store, work, plan, b, h, token, count, r: None
+    eight = store.instance_class is ValueCodes8
+    split, kernel = (split_int8, accumulate_many_int8) if eight else (split_int4, accumulate_many_int4)
+    unit_bytes = 128 if eight else 64
+
+    def codes(store, work, plan, b, h, token, count, r):
+        block = (b * store.codes.shape[1] + h) * store.codes.shape[2] + (token - SINK) // BLOCK
+        run = TILE // 4 * GROUP_WORDS
+        alphas = plan.alphas + PANEL_ROWS // ROWS * run  # where panels would be
+        for i in range(0, PANEL_ROWS, ROWS):
+            split(store.params, block * 2 * BLOCK, 2 * BLOCK, count, work, plan.scores + i * TILE, TILE,
+                  plan.alphas + i // ROWS * run, ROWS, alphas + i, plan.bases + r + i)  # fmt: skip
+        code, group_stride = block * store.codes.shape[3], store.codes.shape[3] // (BLOCK // 4)
+        for c in range(0, plan.acc_stride, PANEL):
+            kernel(store.codes, code + c // PANEL * unit_bytes, group_stride, (count + 3) // 4, work, plan.alphas, run,
+                   alphas, plan.acc + r * plan.acc_stride + c, plan.acc_stride)  # fmt: skip
+
+    return codes

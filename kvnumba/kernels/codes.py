@@ -16,11 +16,14 @@ from typing import Any
 from llvmlite import ir
 
 from kvnumba.kernels.ahead import Ahead
-from kvnumba.simd import I8, I32, LANES, MAGIC, MAGIC_BITS, Emitter, Pointer, Value, Variable, microkernel
+from kvnumba.simd import I8, I32, LANES, MAGIC, MAGIC_BITS, Emitter, Integer, Pointer, Value, Variable, microkernel
 from kvnumba.spec import BLOCK
 
 #: Query rows that one micro-kernel call handles at most.
 ROWS = 4
+
+#: Query rows that `accumulate_many` handles.
+MANY_ROWS = 12
 
 #: Largest weight as an integer: signed, so that both bytes are (127 * 256 + 127); unsigned.
 SIGNED_LIMIT, UNSIGNED_LIMIT = 32639.0, 65535.0
@@ -232,6 +235,14 @@ def _split(bits: int) -> Any:
     return split
 
 
+def _signed_halves(e: Emitter, codes: Pointer, at: Value, bits: int) -> list[Value]:
+    """Codes of four tokens and 32 channels, 16 channels in each half; of int4 16 times the codes."""
+    if bits == 4:
+        packed = e.load(codes, at, 64)
+        return [packed << 4, packed & 0xF0]
+    return [e.load(codes, at + 64 * i, 64) for i in range(2)]
+
+
 def _accumulate(bits: int) -> Any:
     unit_bytes = 32 * 4 * bits // 8  # 32 channels of four tokens
 
@@ -259,12 +270,7 @@ def _accumulate(bits: int) -> Any:
                 first = code_at + (c >> 5) * unit_bytes
                 with e.range(0, groups) as g:
                     ahead.ask()
-                    at = first + g * group_stride
-                    if bits == 4:
-                        packed = e.load(codes, at, 64)
-                        halves = [(packed << 4), packed & 0xF0]  # signed nibbles, 16 times their value
-                    else:
-                        halves = [e.load(codes, at + 64 * i, 64) for i in range(2)]
+                    halves = _signed_halves(e, codes, first + g * group_stride, bits)
                     for r, pair in enumerate(_weights(e, work, weights + g * GROUP_WORDS, n)):
                         for i in range(2):
                             for part in range(2):
@@ -280,6 +286,50 @@ def _accumulate(bits: int) -> Any:
     return accumulate
 
 
+def _accumulate_many(bits: int) -> Any:
+    shift = 1 / 16 if bits == 4 else 1.0
+
+    @microkernel
+    def accumulate_many(e, codes, code_at, group_stride, groups, work, weights, weight_stride, alphas, out, out_stride):
+        """As `accumulate`, for MANY_ROWS query rows and 32 channels, of at most 256 tokens.
+
+        High and low bytes are taken one after the other into the same sums: 256 times the sum of the first fits int32.
+
+        Parameters
+        ----------
+        weights : int
+            Three runs of weights of four rows, *weight_stride* items apart, as `split` writes them.
+        alphas, out : int
+            Of the first row; those of the next are 1 and *out_stride* items on.
+        """
+        sums = [[e.variable(e.zeros(I32)) for _ in range(2)] for _ in range(MANY_ROWS)]
+        for part in range(2):
+            with e.range(0, groups) as g:
+                halves = _signed_halves(e, codes, code_at + g * group_stride, bits)
+                for r in range(MANY_ROWS):
+                    at = weights + weight_stride * (r // ROWS) + g * GROUP_WORDS + (2 * (r % ROWS) + part)
+                    weight = e.bitcast(e.splat(e.load(work, at, item=I32)), _BYTES)
+                    for i in range(2):
+                        sums[r][i].set(e.dot_bytes(sums[r][i].get(), weight, halves[i]))
+            if part == 0:
+                for one in (one for row in sums for one in row):
+                    one.set(one.get() << 8)
+        for r in range(MANY_ROWS):
+            alpha = e.splat(e.load(work, alphas + r)) * shift
+            for i in range(2):
+                at = out + out_stride * r + LANES * i
+                e.store(e.fma(e.to_float(sums[r][i].get()), alpha, e.load(work, at, LANES)), work, at)
+
+    return accumulate_many
+
+
 score_int8, score_int4 = _score(8), _score(4)
 split_int8, split_int4 = _split(8), _split(4)
 accumulate_int8, accumulate_int4 = _accumulate(8), _accumulate(4)
+accumulate_many_int8, accumulate_many_int4 = _accumulate_many(8), _accumulate_many(4)
+
+
+@microkernel
+def dots_are_fast(e) -> Integer:
+    """Whether products of bytes beat those of float32 on this host: twice as many must fit in one instruction."""
+    return e.integer(int("avx512vnni" in e.features))
