@@ -25,9 +25,8 @@ from kvnumba.buffers import (
     usable_capacity,
 )
 from kvnumba.functional import Request, prepare, quick, run, target
-from kvnumba.kernels.append import advance, append_store, truncate, truncate_store
+from kvnumba.kernels.append import NO_ROOM, NOT_FINITE, advance, append_store, truncate, truncate_store
 from kvnumba.kernels.decode import decode_store
-from kvnumba.kernels.entry import NO_ROOM, NOT_FINITE
 from kvnumba.snapshot import Freezable
 from kvnumba.spec import BLOCK, SINK, CacheSpec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -406,3 +407,21 @@ def test_a_refused_query_leaves_step_without_effect(rng):
     with pytest.raises(ValueError, match="mask must"):
         cache.step(normal(rng, 2, 4, 3, 33), k, v, mask=np.ones((3, 4), bool))
     assert len(cache) == 0
+
+
+@pytest.mark.parametrize(
+    ("k_format", "v_format", "side"),
+    [("int4", "int8", "k"), ("int8", "int4", "v"), ("int8", "float32", "k"), ("float32", "int4", "v")],
+)
+@pytest.mark.parametrize("count", [5, 200])
+def test_a_refused_append_changes_no_byte_of_the_buffers(rng, k_format, v_format, side, count):
+    # 200 tokens are stored head by head: the heads before the bad one have been written when it is found.
+    cache = kv.KVCache(3, 16, k_format=k_format, v_format=v_format, batch_size=2, capacity=400)
+    k, v = (rng.standard_normal((2, 3, 101, 16)).astype(np.float32) for _ in range(2))
+    cache.append(k, v)
+    before = pickle.dumps(cache)
+    bad = {name: rng.standard_normal((2, 3, count, 16)).astype(np.float32) for name in "kv"}
+    bad[side][1, 2, count - 1, 15] = np.nan
+    with pytest.raises(ValueError, match=rf"{side} must be finite .* got nan at \[1, 2, {count - 1}, 15\]"):
+        cache.append(**bad)
+    assert pickle.dumps(cache) == before

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from numba.extending import overload
 
-from kvnumba._jit import exact
+from kvnumba._jit import exact, inner
 from kvnumba.buffers import KEPT, LENGTH, BFloat16Rows, Float16Rows, FloatRows, KeyCodes, KeyCodes8, ValueCodes8
+from kvnumba.checks import QUANTIZABLE
 from kvnumba.kernels.decode import decode
 from kvnumba.kernels.encode import (
+    all_within,
     copy,
     narrow_bfloat16,
     narrow_float16,
@@ -25,9 +27,15 @@ from kvnumba.kernels.encode import (
 from kvnumba.kernels.places import capacity_of, recent_row, sealed_blocks
 from kvnumba.spec import BLOCK, SINK
 
+#: What `append_checked` returns.
+STORED, NO_ROOM, NOT_FINITE = 0, 1, 2
 
-def write(store, x, b, length):
-    """Store the rows x[b, :, :, :] (float32 [B, H, S, D]) of one batch row as tokens *length* onwards."""
+#: Tokens up to which all are checked before any is stored.
+FEW = 64
+
+
+def write(store, x, b, h, length):
+    """Store the rows x[b, h, :, :] (float32 [B, H, S, D]) of one head as tokens *length* onwards."""
     raise NotImplementedError("compiled code only")
 
 
@@ -37,67 +45,59 @@ def wipe(store, b, first, last, kept):
 
 
 @overload(write)
-def _write(store, x, b, length):
+def _write(store, x, b, h, length):
     kind = store.instance_class
     if kind in FloatRows:
         put = {Float16Rows: narrow_float16, BFloat16Rows: narrow_bfloat16}.get(kind, copy)
 
-        def rows(store, x, b, length):
-            heads, count, dim = x.shape[1], x.shape[2], x.shape[3]
-            for h in range(heads):
-                head = b * heads + h
-                put(x, head * count * dim, count * dim, store.rows, (head * store.rows.shape[2] + length) * dim)
+        def rows(store, x, b, h, length):
+            head, count, dim = b * x.shape[1] + h, x.shape[2], x.shape[3]
+            put(x, head * count * dim, count * dim, store.rows, (head * store.rows.shape[2] + length) * dim)
 
         return rows
     if kind in KeyCodes:
         seal = seal_int8 if kind is KeyCodes8 else seal_int4
 
-        def keys(store, x, b, length):
-            heads, count, dim = x.shape[1], x.shape[2], x.shape[3]
-            padded = store.params.shape[4]
-            for h in range(heads):
-                head = b * heads + h
-                done = 0
-                while done < count:
-                    token = length + done
-                    # Up to the end of the sinks or of the block.
-                    room = SINK - token if token < SINK else BLOCK - (token - SINK) % BLOCK
-                    n = min(room, count - done)
-                    row = (head * store.recent.shape[2] + recent_row(token)) * dim
-                    copy(x, (head * count + done) * dim, n * dim, store.recent, row)
-                    done += n
-                    if token >= SINK and n == room:
-                        block = (token - SINK) // BLOCK
-                        first = (head * store.recent.shape[2] + SINK + block % 2 * BLOCK) * dim
-                        at = head * store.codes.shape[2] + block
-                        seal(store.recent, first, dim, store.codes, at * store.codes.shape[3],
-                             store.params, at * 2 * padded, padded)  # fmt: skip
+        def keys(store, x, b, h, length):
+            head, count, dim = b * x.shape[1] + h, x.shape[2], x.shape[3]
+            padded, done = store.params.shape[4], 0
+            while done < count:
+                token = length + done
+                # Up to the end of the sinks or of the block.
+                room = SINK - token if token < SINK else BLOCK - (token - SINK) % BLOCK
+                n = min(room, count - done)
+                row = (head * store.recent.shape[2] + recent_row(token)) * dim
+                copy(x, (head * count + done) * dim, n * dim, store.recent, row)
+                done += n
+                if token >= SINK and n == room:
+                    block = (token - SINK) // BLOCK
+                    first = (head * store.recent.shape[2] + SINK + block % 2 * BLOCK) * dim
+                    at = head * store.codes.shape[2] + block
+                    seal(store.recent, first, dim, store.codes, at * store.codes.shape[3],
+                         store.params, at * 2 * padded, padded)  # fmt: skip
 
         return keys
 
     put, put_four = (put_int8, put_four_int8) if kind is ValueCodes8 else (put_int4, put_four_int4)
 
-    def values(store, x, b, length):
-        heads, count, dim = x.shape[1], x.shape[2], x.shape[3]
-        block_bytes = store.codes.shape[3]
-        for h in range(heads):
-            head = b * heads + h
-            t = 0
-            while t < count:
-                token, row = length + t, (head * count + t) * dim
-                if token < SINK:
-                    copy(x, row, dim, store.sinks, (head * SINK + token) * dim)
-                    t += 1
-                    continue
-                block, i = (token - SINK) // BLOCK, (token - SINK) % BLOCK
-                at = head * store.codes.shape[2] + block
-                group, param = at * block_bytes + (i // 4) * (block_bytes // 8), at * 2 * BLOCK + i
-                if i % 4 == 0 and count - t >= 4:
-                    put_four(x, row, dim, store.codes, group, 0, store.params, param)
-                    t += 4
-                else:
-                    put(x, row, dim, store.codes, group, i % 4, store.params, param)
-                    t += 1
+    def values(store, x, b, h, length):
+        head, count, dim = b * x.shape[1] + h, x.shape[2], x.shape[3]
+        block_bytes, t = store.codes.shape[3], 0
+        while t < count:
+            token, row = length + t, (head * count + t) * dim
+            if token < SINK:
+                copy(x, row, dim, store.sinks, (head * SINK + token) * dim)
+                t += 1
+                continue
+            block, i = (token - SINK) // BLOCK, (token - SINK) % BLOCK
+            at = head * store.codes.shape[2] + block
+            group, param = at * block_bytes + (i // 4) * (block_bytes // 8), at * 2 * BLOCK + i
+            if i % 4 == 0 and count - t >= 4:
+                put_four(x, row, dim, store.codes, group, 0, store.params, param)
+                t += 4
+            else:
+                put(x, row, dim, store.codes, group, i % 4, store.params, param)
+                t += 1
 
     return values
 
@@ -166,7 +166,8 @@ def append_store(store, x, state):
         if state[b, LENGTH] + count > capacity_of(store):
             return False
     for b in range(x.shape[0]):
-        write(store, x, b, state[b, LENGTH])
+        for h in range(x.shape[1]):
+            write(store, x, b, h, state[b, LENGTH])
     return True
 
 
@@ -199,14 +200,103 @@ def append(buffers, k, v):
     """
     if k.shape[2] == 0:
         return True
+    if not has_room(buffers, k.shape[2]):
+        return False
     for b in range(k.shape[0]):
-        if buffers.state[b, LENGTH] + k.shape[2] > min(capacity_of(buffers.k), capacity_of(buffers.v)):
-            return False
-    for b in range(k.shape[0]):
-        write(buffers.k, k, b, buffers.state[b, LENGTH])
-        write(buffers.v, v, b, buffers.state[b, LENGTH])
+        for h in range(k.shape[1]):
+            write(buffers.k, k, b, h, buffers.state[b, LENGTH])
+            write(buffers.v, v, b, h, buffers.state[b, LENGTH])
     advance(buffers.state, k.shape[2])
     return True
+
+
+@inner
+def append_checked(buffers, k, v):
+    """As `append`, of numbers that may not be finite; nothing has changed unless STORED is returned."""
+    count = k.shape[2]
+    if count > 0 and not has_room(buffers, count):
+        return NO_ROOM
+    if count <= FEW:
+        for b in range(k.shape[0]):
+            for h in range(k.shape[1]):
+                if not (quantizable(buffers.k, k, b, h) and quantizable(buffers.v, v, b, h)):
+                    return NOT_FINITE
+        append(buffers, k, v)
+        return STORED
+    # Head by head: what was read for the check is still near when it is stored.
+    rows = recent_copy(buffers.k)
+    for b in range(k.shape[0]):
+        for h in range(k.shape[1]):
+            if not (
+                write_checked(buffers.k, k, b, h, buffers.state) and write_checked(buffers.v, v, b, h, buffers.state)
+            ):
+                for other in range(b + 1):  # what heads before wrote is beyond what counts, except the recent rows
+                    length = buffers.state[other, LENGTH]
+                    wipe(buffers.k, other, length, length + count, 0)
+                    wipe(buffers.v, other, length, length + count, 0)
+                put_back(buffers.k, rows)
+                return NOT_FINITE
+    advance(buffers.state, count)
+    return STORED
+
+
+@inner
+def write_checked(store, x, b, h, state):
+    """`write`, if *store* can hold the numbers; whether it can."""
+    fine = quantizable(store, x, b, h)
+    if fine:
+        write(store, x, b, h, state[b, LENGTH])
+    return fine
+
+
+@inner
+def has_room(buffers, count):
+    """Whether every batch row has room for *count* more tokens."""
+    room = min(capacity_of(buffers.k), capacity_of(buffers.v))
+    return buffers.state[:, LENGTH].max() + count <= room
+
+
+def quantizable(store, x, b, h):
+    """Whether all of x[b, h] (float32 [B, H, S, D]) can be stored in *store*."""
+    raise NotImplementedError("compiled code only")
+
+
+def recent_copy(store):
+    """A copy of the float32 rows of key blocks, which appending overwrites in turn."""
+    raise NotImplementedError("compiled code only")
+
+
+def put_back(store, rows):
+    """Undo what was done to the rows that `recent_copy` returned."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(quantizable)
+def _quantizable(store, x, b, h):
+    if store.instance_class in FloatRows:
+        return lambda store, x, b, h: True
+
+    def finite(store, x, b, h):
+        size = x.shape[2] * x.shape[3]
+        return all_within(x, (b * x.shape[1] + h) * size, size, QUANTIZABLE) == 1
+
+    return finite
+
+
+@overload(recent_copy)
+def _recent_copy(store):
+    return (lambda store: store.recent.copy()) if store.instance_class in KeyCodes else (lambda store: None)
+
+
+@overload(put_back)
+def _put_back(store, rows):
+    if store.instance_class not in KeyCodes:
+        return lambda store, rows: None
+
+    def restore(store, rows):
+        store.recent[:] = rows
+
+    return restore
 
 
 @exact

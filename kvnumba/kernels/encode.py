@@ -225,8 +225,8 @@ def copy(e, source, start, count, target, at):
 
 
 @microkernel
-def all_within(e, x, count, bound) -> Integer:
-    """1 if |x[i]| <= bound for all of *count* items, 0 otherwise; a NaN is not."""
+def all_within(e, x, start, count, bound) -> Integer:
+    """1 if |x[i]| <= bound for all of *count* items from *start* on, 0 otherwise; a NaN is not."""
     lanes = e.splat(bound)
     bad = e.variable(e.zeros(I32))
 
@@ -238,11 +238,11 @@ def all_within(e, x, count, bound) -> Integer:
     quarter, full = (count >> 2) & -LANES, count & -LANES
     with e.range(0, quarter, LANES) as i:
         for stream in range(4):
-            part(e.load(x, quarter * stream + i, LANES))
+            part(e.load(x, start + quarter * stream + i, LANES))
     with e.range(quarter * 4, full, LANES) as i:
-        part(e.load(x, i, LANES))
+        part(e.load(x, start + i, LANES))
     with e.when(full.compare("<", count)):
-        part(e.load_masked(x, full, e.first_lanes(count - full)))
+        part(e.load_masked(x, start + full, e.first_lanes(count - full)))
     return e.extend(e.reduce_max(bad.get()) ^ 1, I64)
 
 

@@ -19,24 +19,19 @@ from numba.extending import intrinsic, overload
 
 from kvnumba._jit import exact, inner, sums
 from kvnumba.buffers import Float32Rows, FloatRows, KVBuffers
-from kvnumba.checks import QUANTIZABLE
-from kvnumba.kernels.append import append
+from kvnumba.kernels.append import append_checked
 from kvnumba.kernels.attention import few_units, many_units
-from kvnumba.kernels.encode import all_within
 
 #: Items of a map for one array: its address and five lengths.
 _SLOT = 6
 #: Slots: three arrays of each store, then the state.
 _VALUES, _STATE = 3 * _SLOT, 6 * _SLOT
 
-#: What `Entries.append` returns.
-STORED, NO_ROOM, NOT_FINITE = 0, 1, 2
-
 
 class Entries(NamedTuple):
     """Compiled functions for one pair of formats; *map* is what `map_buffers` returns."""
 
-    append: Callable[..., int]  #: (map, k, v) -> STORED, NO_ROOM or NOT_FINITE; nothing is done but for STORED
+    append: Callable[..., int]  #: (map, k, v) -> as `kernels.append.append_checked`
     few: Callable[..., bool]  #: (map, q, out, lse, sm_scale, causal, first, last) -> whether the result is finite
     many: Callable[..., bool]  #: as few
 
@@ -92,18 +87,6 @@ def _open_store(entries, start, kind):
     return codes
 
 
-def all_quantizable(x, kind):
-    """Whether every element of *x* can be stored in a store of class *kind*."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(all_quantizable)
-def _all_quantizable(x, kind):
-    if kind.instance_class in FloatRows:
-        return lambda x, kind: True
-    return lambda x, kind: all_within(x, x.size, QUANTIZABLE) == 1
-
-
 @inner
 def open_buffers(entries, k_kind, v_kind):
     """The buffers that a map was made of."""
@@ -125,9 +108,7 @@ def _make(k_kind: type, v_kind: type) -> Entries:
 
     @exact
     def append_tokens(entries, k, v):
-        if not (all_quantizable(k, k_kind) and all_quantizable(v, v_kind)):
-            return NOT_FINITE
-        return STORED if append(open_buffers(entries, k_kind, v_kind), k, v) else NO_ROOM
+        return append_checked(open_buffers(entries, k_kind, v_kind), k, v)
 
     @sums
     def attend_few(entries, q, out, lse, sm_scale, causal, first, last):
