@@ -2,5 +2,8 @@
 
 import os
 
-for _name in ("MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ.setdefault(_name, "1")  # read when NumPy and Numba are imported, so this must come first
+#: Each library reads its own when it is imported.
+THREADS = ("MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+
+for _name in THREADS:
+    os.environ.setdefault(_name, "1")  # before NumPy and Numba are imported, so this must come first

@@ -27,19 +27,24 @@ def numpy_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: type = n
 
     Parameters
     ----------
-    q : [B, H_q, 1, D]
+    q : [B, H_q, S, D]
+        Queries of the last S positions; causal.
     k, v : [B, H_kv, T, D]
     dtype : type
         Precision of the whole calculation.
     """
-    (batch, q_heads, _, dim), kv_heads = q.shape, k.shape[1]
-    folded = q.astype(dtype, copy=False).reshape(batch, kv_heads, q_heads // kv_heads, dim)
+    (batch, q_heads, new, dim), (kv_heads, tokens) = q.shape, k.shape[1:3]
+    group = q_heads // kv_heads
+    folded = q.astype(dtype, copy=False).reshape(batch, kv_heads, group * new, dim)
     scores = folded @ k.astype(dtype, copy=False).swapaxes(-1, -2)
     scores *= dtype(1 / np.sqrt(dim))
+    if new > 1:
+        hidden = np.triu(np.full((new, tokens), -np.inf, dtype), tokens - new + 1)
+        scores.reshape(batch, kv_heads, group, new, tokens)[...] += hidden
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    return (scores @ v.astype(dtype, copy=False)).reshape(batch, q_heads, 1, v.shape[-1])
+    return (scores @ v.astype(dtype, copy=False)).reshape(batch, q_heads, new, v.shape[-1])
 
 
 def rms(x: np.ndarray) -> float:

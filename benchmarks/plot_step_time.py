@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,27 +21,12 @@ import numpy as np
 import kvnumba as kv
 
 from .common import FORMATS, check_attend, filled_cache, normal
+from .peers.machine import limits, processor
 
 Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 TOKENS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 DRAWN = ["float32", "float16", "int8", "int4"]
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-
-
-@numba.njit(fastmath=True, nogil=True)
-def total(x: np.ndarray) -> np.float32:
-    """Sum of a float32 array whose length divides by 4: reads every byte once and does little else.
-
-    Four streams at once: one alone leaves part of the bandwidth unused.
-    """
-    quarter = x.size // 4
-    a = b = c = d = np.float32(0)
-    for i in range(quarter):
-        a += x[i]
-        b += x[quarter + i]
-        c += x[2 * quarter + i]
-        d += x[3 * quarter + i]
-    return a + b + c + d
 
 
 def samples(function: Callable[[], Any], seconds: float, least: int = 7) -> np.ndarray:
@@ -58,27 +42,12 @@ def samples(function: Callable[[], Any], seconds: float, least: int = 7) -> np.n
     return np.array(found)
 
 
-def read_bandwidth(seconds: float) -> float:
-    """Bytes per second of one thread reading 256 MB from memory: the best call."""
-    x = np.ones(2**26, np.float32)
-    assert total(x) == x.size
-    return float(x.nbytes / samples(lambda: total(x), seconds).min())
-
-
-def processor() -> str:
-    """Name of the processor, as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def measure(tokens: list[int], seconds: float) -> dict[str, Any]:
     """Median and best seconds of a step for each drawn format and each number of tokens."""
     q = normal(1, Q_HEADS, 1, DIM, seed=3)
     out = np.empty_like(q)
     steps = []
-    bandwidth = [read_bandwidth(seconds)]
+    bandwidth = [limits(seconds=seconds).bandwidth]
     for count in tokens:
         for formats in DRAWN:
             cache, _, _ = filled_cache(formats, count, KV_HEADS, DIM, capacity=count)
@@ -96,7 +65,7 @@ def measure(tokens: list[int], seconds: float) -> dict[str, Any]:
                 }
             )
             print(f"{formats:>9} {count:>6} tokens: {1e6 * steps[-1]['median_seconds']:10.1f} us", flush=True)
-    bandwidth.append(read_bandwidth(seconds))
+    bandwidth.append(limits(seconds=seconds).bandwidth)
     return {
         "kvnumba": kv.__version__,
         "numba": numba.__version__,

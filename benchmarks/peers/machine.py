@@ -1,0 +1,122 @@
+"""What the machine can do at most: bytes read from memory and float32 multiply-adds, both in one second."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from kvnumba.simd import LANES, Emitter, Float, Integer, Pointer, microkernel
+
+#: Independent accumulators: enough to hide the latency of a multiply-add on two units, few enough for 32 registers.
+CHAINS = 24
+#: Vectors that each stream reads in one pass.
+VECTORS = 8
+
+
+class Limits(NamedTuple):
+    """Of all threads together: bytes per second by number of streams a thread, multiply-adds as flops per second."""
+
+    one_stream: float
+    four_streams: float
+    flops: float
+
+    @property
+    def bandwidth(self) -> float:
+        return max(self.one_stream, self.four_streams)
+
+
+def _reader(streams: int):
+    """A micro-kernel that sums *count* floats of *x*, from as many places at once as there are streams."""
+
+    @microkernel
+    def read(e: Emitter, x: Pointer, start: Integer, count: Integer) -> Float:
+        pass_ = LANES * VECTORS
+        sums = [e.variable(e.zeros()) for _ in range(VECTORS)]
+        part = count // streams
+        with e.range(0, part, pass_) as i:
+            for s in range(streams):
+                for u, total in enumerate(sums):
+                    total.set(total.get() + e.load(x, start + part * s + i + LANES * u, LANES))
+        total = sums[0].get()
+        for other in sums[1:]:
+            total = total + other.get()
+        return e.reduce_add(total)
+
+    return read
+
+
+_read_one, _read_four = _reader(1), _reader(4)
+
+
+@microkernel
+def _multiply_add(e: Emitter, times: Integer) -> Float:
+    """*times* passes of CHAINS vector multiply-adds that do not wait for each other."""
+    sums = [e.variable(e.full(i)) for i in range(CHAINS)]
+    factor, term = e.full(0.999), e.full(0.001)
+    with e.range(0, times):
+        for total in sums:
+            total.set(e.fma(total.get(), factor, term))
+    total = sums[0].get()
+    for other in sums[1:]:
+        total = total + other.get()
+    return e.reduce_add(total)
+
+
+@numba.njit(nogil=True)
+def read_one(x: np.ndarray, start: int, count: int) -> float:
+    return _read_one(x, start, count)
+
+
+@numba.njit(nogil=True)
+def read_four(x: np.ndarray, start: int, count: int) -> float:
+    return _read_four(x, start, count)
+
+
+@numba.njit(nogil=True)
+def multiply_add(times: int) -> float:
+    return _multiply_add(times)
+
+
+def shortest(work: Callable[[int], object], threads: int, seconds: float) -> float:
+    """Seconds of the fastest of many rounds in which each thread calls *work* with its number."""
+    best = np.inf
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            start = time.perf_counter()
+            if threads == 1:
+                work(0)
+            else:
+                list(pool.map(work, range(threads)))
+            best = min(best, time.perf_counter() - start)
+    return float(best)
+
+
+def limits(threads: int = 1, seconds: float = 1.0) -> Limits:
+    """Measure them, a third of *seconds* each, on 256 MB that the threads share out."""
+    x = np.ones(1 << 26, np.float32)
+    part = x.size // threads // (4 * LANES * VECTORS) * (4 * LANES * VECTORS)
+    assert read_one(x, 0, 4096) == read_four(x, 0, 4096) == 4096
+    bandwidth = [
+        threads * part * x.itemsize / shortest(lambda t, read=read: read(x, t * part, part), threads, seconds / 3)
+        for read in (read_one, read_four)
+    ]
+    times = 1 << 18
+    flops = threads * times * 2 * LANES * CHAINS / shortest(lambda _: multiply_add(times), threads, seconds / 3)
+    return Limits(*bandwidth, flops)
+
+
+def processor() -> str:
+    """Name of the processor, as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
