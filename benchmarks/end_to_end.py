@@ -12,7 +12,7 @@ import argparse
 import ctypes
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -107,10 +107,10 @@ def llama_cpp(path: Path, kind: str, longest: int, rearrange: bool) -> Any:
         return Llama(str(path), n_ctx=longest, n_threads=1, n_threads_batch=2, verbose=False, **options)
 
 
-def contestants(path: Path, model: Model, longest: int) -> list[Any]:
+def contestants(path: Path, model: Model, longest: int, kinds: Sequence[str]) -> list[Any]:
     found: list[Any] = [Ours(model, form, longest) for form in OURS]
     try:
-        found += [LlamaCpp(path, kind, longest) for kind in LLAMA_CPP]
+        found += [LlamaCpp(path, kind, longest) for kind in kinds]
     except ModuleNotFoundError as error:
         print(f"skipped llama.cpp: not installed ({error})")
     return found
@@ -189,12 +189,13 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens in the caches")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=15, help="tokens of each contestant at each length")
+    parser.add_argument("--llama-cpp", nargs="*", choices=LLAMA_CPP, default=list(LLAMA_CPP), help="its cache types")
     parser.add_argument("--model", type=Path, help="a GGUF file of architecture llama in place of the demo's")
     parser.add_argument("--json", type=Path, help="file of the numbers to write")
     args = parser.parse_args()
     path = args.model or find_weights(lambda done, total: None)
     model, _ = read_model(path)
-    found = contestants(path, model, max(args.contexts))
+    found = contestants(path, model, max(args.contexts), args.llama_cpp)
     rows, weights, bandwidths = [], [], {}
     for threads in args.threads:
         bandwidths[threads] = limits(threads, 0.6).bandwidth

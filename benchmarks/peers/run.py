@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 from collections.abc import Sequence
@@ -34,23 +35,29 @@ def installed(work: Work, names: Sequence[str], skipped: dict[str, str]) -> list
 def room(work: Work, entry: Entry) -> str:
     """Why the caches of *entry* have no room in memory; empty where they have.
 
-    Filling takes one of them more, and the keys and values in float32.
+    Counted are the keys and values in float32, another cache for the filling, and the caches twice: some peers make new
+    ones at each step. Half of what is free is left alone.
     """
     info = Path("/proc/meminfo")
     if not info.exists():
         return ""
-    free = next(
-        1024 * int(line.split()[1]) for line in info.read_text().splitlines() if line.startswith("MemAvailable")
-    )
-    needed = work.float32_bytes * (3 + work.layers * entry.bits // 32)
-    return f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free" if needed > 0.8 * free else ""
+    lines = info.read_text(encoding="utf-8").splitlines()
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    needed = work.float32_bytes * (3 + 2 * work.layers * entry.bits // 32)
+    return f"needs {2 * needed / 1e9:.1f} GB free, has {free / 1e9:.1f}" if 2 * needed > free else ""
 
 
-def ready(work: Work, entries: Sequence[Entry], skipped: dict[str, str]) -> dict[str, tuple[Entry, Runner, Errors]]:
-    """Runners whose first steps have been compared with float64; *skipped* gets what could not be built or run."""
-    found = {}
-    for entry in entries:
-        reason = room(work, entry)
+def take(work: Work, waiting: list[Entry], skipped: dict[str, str]) -> dict[str, tuple[Entry, Runner, Errors]]:
+    """Runners of as many of *waiting* as have room together; their first steps have been compared with float64.
+
+    They leave *waiting*, and so does what cannot be built or run, into *skipped*.
+    """
+    found: dict[str, tuple[Entry, Runner, Errors]] = {}
+    while waiting:
+        reason = room(work, waiting[0])
+        if reason and found:
+            break
+        entry = waiting.pop(0)
         if not reason:
             try:
                 runner = entry.build()
@@ -63,11 +70,19 @@ def ready(work: Work, entries: Sequence[Entry], skipped: dict[str, str]) -> dict
 
 
 def run(work: Work, limit: Limits, names: Sequence[str], seconds: float) -> list[dict[str, Any]]:
-    """Rows of all that is installed, printed as a table with what was skipped and why."""
+    """Rows of all that is installed, printed as a table with what was skipped and why.
+
+    All take turns, or, where memory is short, as many at once as have room.
+    """
     skipped: dict[str, str] = {}
-    built = ready(work, installed(work, names, skipped), skipped)
-    samples = in_turns(work, {name: runner for name, (_, runner, _) in built.items()}, seconds)
-    rows = [numbers(work, entry, samples[name], error, limit) for name, (entry, _, error) in built.items()]
+    waiting = installed(work, names, skipped)
+    rows = []
+    while waiting:
+        built = take(work, waiting, skipped)
+        samples = in_turns(work, {name: runner for name, (_, runner, _) in built.items()}, seconds)
+        rows += [numbers(work, entry, samples[name], error, limit) for name, (entry, _, error) in built.items()]
+        del built
+        gc.collect()
     print_table(work, rows)
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}")
