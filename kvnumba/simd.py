@@ -146,13 +146,16 @@ class Pointer:
 
 
 class Emitter:
-    """Writes LLVM code at the builder's position. Offsets into arrays count items of the array."""
+    """Writes LLVM code at the builder's position. Offsets into arrays count items of the array.
 
-    def __init__(self, context: Any, builder: ir.IRBuilder) -> None:
-        self.context, self.builder = context, builder
-        features: str = context.codegen()._tm_features or ""
+    The code is for the processor that the module's triple and *features* name, as in ``"+avx2,+fma"``.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, features: str) -> None:
+        self.builder = builder
         self.features = {name[1:] for name in features.split(",") if name.startswith("+")}
-        self.triple: str = builder.module.triple
+        triple: str = builder.module.triple
+        self.is_x86, self.is_arm = triple.startswith("x86_64"), triple.startswith(("aarch64", "arm64"))
 
     # constants and vectors ------------------------------------------------------------------------------------------
 
@@ -186,6 +189,11 @@ class Emitter:
             n = 2 * parts[0].ir.type.count
             parts = [self.shuffle(parts[i], parts[i + 1], list(range(n))) for i in range(0, len(parts), 2)]
         return parts[0]
+
+    def split(self, x: Value, parts: int) -> list[Value]:
+        """A vector in equal parts, which `join` puts together again."""
+        n = x.ir.type.count // parts
+        return [self.shuffle(x, None, list(range(i * n, i * n + n))) for i in range(parts)]
 
     # memory -----------------------------------------------------------------------------------------------------------
 
@@ -232,6 +240,12 @@ class Emitter:
     def call(self, name: str, declared: ir.FunctionType, args: list[Value]) -> Value:
         function = cgutils.get_or_insert_function(self.builder.module, declared, name)
         return Value(self.builder, self.builder.call(function, [a.ir for a in args]))
+
+    def call_in_parts(self, name: str, lanes: int, *args: Value) -> Value:
+        """A function of vectors that returns *lanes* int32, on as many parts of longer vectors as make `LANES`."""
+        pieces = list(zip(*(self.split(x, LANES // lanes) for x in args), strict=True))
+        declared = ir.FunctionType(ir.VectorType(I32, lanes), [x.ir.type for x in pieces[0]])
+        return self.join([self.call(name, declared, list(piece)) for piece in pieces])
 
     def unary(self, name: str, x: Value) -> Value:
         return self.call(f"llvm.{name}.{_suffix(x.ir.type)}", ir.FunctionType(x.ir.type, [x.ir.type]), [x])
@@ -342,7 +356,7 @@ class Emitter:
     @property
     def _has_half(self) -> bool:
         """Whether the host converts float16 by itself; elsewhere LLVM would call a function that is not there."""
-        return "f16c" in self.features or self.triple.startswith(("aarch64", "arm64"))
+        return "f16c" in self.features or self.is_arm
 
     def widen_half(self, bits: Value) -> Value:
         """float16 bit patterns (uint16) to float32."""
@@ -396,17 +410,35 @@ class Emitter:
         unsigned, signed : <64 x i8>
             Read as uint8 and int8.
         """
-        words = ir.VectorType(I32, LANES)
-        if "avx512vnni" in self.features:
+        if "avx512vnni" in self.features or "avxvnni" in self.features:
+            lanes = 16 if "avx512vnni" in self.features else 8
             # LLVM 22 takes the bytes as bytes, older versions as words.
-            kind = ir.VectorType(I8, 4 * LANES) if llvm_version_info[0] >= 22 else words
-            declared = ir.FunctionType(words, [words, kind, kind])
-            args = [total, self.bitcast(unsigned, kind), self.bitcast(signed, kind)]
-            return self.call("llvm.x86.avx512.vpdpbusd.512", declared, args)
-        u, s = self.bitcast(unsigned, words), self.bitcast(signed, words)
-        for j in range(4):
-            total = total + ((u >> (8 * j)) & 255) * (s << (24 - 8 * j)).shift_signed(24)
-        return total
+            kind = unsigned.ir.type if llvm_version_info[0] >= 22 else total.ir.type
+            args = total, self.bitcast(unsigned, kind), self.bitcast(signed, kind)
+            return self.call_in_parts(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", lanes, *args)
+        if self.is_arm and "i8mm" in self.features:
+            return self.call_in_parts("llvm.aarch64.neon.usdot.v4i32.v16i8", 4, total, unsigned, signed)
+        if self.is_arm and "dotprod" in self.features:
+            sdot = "llvm.aarch64.neon.sdot.v4i32.v16i8"  # u * s = (u - 128) * s - (-128) * s
+            excess = self.call_in_parts(sdot, 4, self.same(total, 0), self.same(signed, -128), signed)
+            return self.call_in_parts(sdot, 4, total, unsigned ^ -128, signed) - excess
+        pairs = ir.VectorType(I16, 2 * LANES)
+        u, s = self.bitcast(unsigned, pairs), self.bitcast(signed, pairs)
+        even = self._dot_pairs(u & 255, (s << 8).shift_signed(8))
+        return total + even + self._dot_pairs(u >> 8, s.shift_signed(8))
+
+    def _dot_pairs(self, a: Value, b: Value) -> Value:
+        """a[2i] * b[2i] + a[2i + 1] * b[2i + 1] of 32 int16 each; every product fits 16 bits."""
+        if self.is_x86 and "avx512bw" in self.features:
+            return self.call_in_parts("llvm.x86.avx512.pmaddw.d.512", 16, a, b)
+        if self.is_x86 and "avx2" in self.features:
+            return self.call_in_parts("llvm.x86.avx2.pmadd.wd", 8, a, b)
+        if self.is_x86:
+            return self.call_in_parts("llvm.x86.sse2.pmadd.wd", 4, a, b)
+        if self.is_arm:
+            return self.call_in_parts("llvm.aarch64.neon.saddlp.v4i32.v8i16", 4, a * b)
+        both = self.bitcast(a * b, ir.VectorType(I32, LANES))
+        return (both << 16).shift_signed(16) + both.shift_signed(16)
 
     # control ----------------------------------------------------------------------------------------------------------
 
@@ -441,7 +473,8 @@ def _retyped(x: Value, item: ir.Type) -> ir.Type:
 def microkernel(emit: Callable[..., Value | None]) -> Any:
     """Make the code that *emit* writes callable from ``@njit`` functions.
 
-    *emit* takes the `Emitter` and one argument per call argument, and returns nothing or a scalar `Value`.
+    *emit* takes the `Emitter` and one argument per call argument, and returns nothing or a scalar `Value`. It stays at
+    hand as the attribute ``emit``, to write the code for another processor than the host.
     """
     names = emit.__code__.co_varnames[1 : emit.__code__.co_argcount]
 
@@ -449,8 +482,8 @@ def microkernel(emit: Callable[..., Value | None]) -> Any:
         def codegen(
             context: Any, builder: ir.IRBuilder, signature: Signature, values: tuple[ir.Value, ...]
         ) -> ir.Value:
-            emitter = Emitter(context, builder)
-            result = emit(emitter, *(_argument(emitter, t, v) for t, v in zip(signature.args, values, strict=True)))
+            args = (_argument(context, builder, t, v) for t, v in zip(signature.args, values, strict=True))
+            result = emit(Emitter(builder, context.codegen()._tm_features), *args)
             return context.get_dummy_value() if result is None else result.ir
 
         return returned(*args), codegen
@@ -463,7 +496,9 @@ def microkernel(emit: Callable[..., Value | None]) -> Any:
     definition.__qualname__ = emit.__qualname__
     definition.__module__ = emit.__module__
     definition.__doc__ = emit.__doc__
-    return intrinsic(definition)
+    kernel = intrinsic(definition)
+    kernel.emit = emit
+    return kernel
 
 
 _RETURNS: dict[str, types.Type] = {"None": types.void, "Float": types.float32, "Integer": types.int64}
@@ -471,12 +506,11 @@ Float = Value
 Integer = Value
 
 
-def _argument(emitter: Emitter, kind: types.Type, value: ir.Value) -> Any:
+def _argument(context: Any, builder: ir.IRBuilder, kind: types.Type, value: ir.Value) -> Any:
     """What a micro-kernel sees of an argument; of a named tuple, one of the same class."""
-    context, builder = emitter.context, emitter.builder
     if isinstance(kind, types.NamedTuple):
         parts = cgutils.unpack_tuple(builder, value)
-        return kind.instance_class(*(_argument(emitter, t, v) for t, v in zip(kind.types, parts, strict=True)))
+        return kind.instance_class(*(_argument(context, builder, t, v) for t, v in zip(kind.types, parts, strict=True)))
     if isinstance(kind, types.Array):
         data = context.make_array(kind)(context, builder, value).data
         return Pointer(data, context.get_data_type(kind.dtype))
