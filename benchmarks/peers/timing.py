@@ -9,8 +9,8 @@ import numpy as np
 
 from .work import Runner, Work
 
-#: Least rounds, and seconds that one turn may take beyond its first call.
-ROUNDS, TURN = 5, 0.01
+#: Least rounds of one layer, of many (where a sample is the mean of all); seconds of a turn beyond its first call.
+ROUNDS, ROUNDS_OF_MANY, TURN = 5, 3, 0.01
 
 
 def sample(runner: Runner) -> float:
@@ -38,8 +38,8 @@ def in_turns(work: Work, runners: Mapping[str, Runner], seconds: float) -> dict[
     """Samples of each runner, from rounds that take *seconds* for each on average."""
     found: dict[str, list[float]] = {name: [] for name in runners}
     deadline = time.perf_counter() + seconds * len(runners)
-    rounds = 0
-    while rounds < ROUNDS or time.perf_counter() < deadline:
+    least, rounds = ROUNDS if work.layers == 1 else ROUNDS_OF_MANY, 0
+    while rounds < least or time.perf_counter() < deadline:
         for name, runner in runners.items():
             found[name] += turn(work, runner)
         rounds += 1
