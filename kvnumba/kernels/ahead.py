@@ -71,6 +71,25 @@ def _token_bytes(store):
     return lambda store: store.codes.shape[3] // BLOCK
 
 
+def params_of(store, b, h, token, count):
+    """The `Run` of the parameters of the blocks that hold *count* tokens from *token* on; none of float rows."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(params_of)
+def _params_of(store, b, h, token, count):
+    if is_float(store):
+        return lambda store, b, h, token, count: Run(store.rows, 0, 0)
+
+    def params(store, b, h, token, count):
+        block = max(0, token - SINK) // BLOCK
+        size = store.params.shape[3] * store.params.shape[4] * 4
+        start = ((b * store.params.shape[1] + h) * store.params.shape[2] + block) * size
+        return Run(store.params, start, (count + BLOCK - 1) // BLOCK * size if token >= SINK else 0)
+
+    return params
+
+
 @overload(run_of)
 def _run_of(store, b, h, token, count):
     if is_float(store):

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
-from kvnumba.kernels.ahead import run_of
+from kvnumba.kernels.ahead import params_of, run_of
 from kvnumba.kernels.attention_rows import plan_rows
 from kvnumba.kernels.decode import decode_token
 from kvnumba.kernels.states import NEG_INF, bias_row, load_queries, visible
@@ -34,7 +34,8 @@ def attend_careful(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, 
         while token < length:
             end = tile_end(buffers, token, length)
             score_tile(buffers.k, b, h, token, end, length, dim, work, plan.q + r * plan.q_stride, plan.q_stride,
-                       plan.scores, TILE, plan.weights, plan.alphas, 1, run_of(buffers.k, b, h, token, 0))  # fmt: skip
+                       plan.scores, TILE, plan.weights, plan.alphas, 1, run_of(buffers.k, b, h, token, 0),
+                       params_of(buffers.k, b, h, token, 0))  # fmt: skip
             low, high = visible(i, queries, length, causal, extras)
             bias_row(work, plan.scores, token, end, low, high, b, head, i, length - queries + i, extras)
             for t in range(token, end):

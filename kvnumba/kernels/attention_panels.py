@@ -8,7 +8,7 @@ from numba.extending import overload
 from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH, ValueCodes8
 from kvnumba.kernels import softmax
-from kvnumba.kernels.ahead import is_float
+from kvnumba.kernels.ahead import is_float, params_of
 from kvnumba.kernels.codes import (
     GROUP_WORDS,
     ROWS,
@@ -168,7 +168,8 @@ def _accumulate_codes(store, work, plan, b, h, token, count, r):
         alphas = plan.alphas + PANEL_ROWS // ROWS * run  # where panels would be
         for i in range(0, PANEL_ROWS, ROWS):
             split(store.params, block * 2 * BLOCK, 2 * BLOCK, count, work, plan.scores + i * TILE, TILE,
-                  plan.alphas + i // ROWS * run, ROWS, alphas + i, plan.bases + r + i)  # fmt: skip
+                  plan.alphas + i // ROWS * run, ROWS, alphas + i, plan.bases + r + i,
+                  params_of(store, b, h, token, 0))  # fmt: skip
         code, group_stride = block * store.codes.shape[3], store.codes.shape[3] // (BLOCK // 4)
         for c in range(0, plan.acc_stride, PANEL):
             kernel(store.codes, code + c // PANEL * unit_bytes, group_stride, (count + 3) // 4, work, plan.alphas, run,

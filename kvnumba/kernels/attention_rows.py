@@ -7,7 +7,7 @@ import numpy as np
 from kvnumba._jit import inner
 from kvnumba.buffers import LENGTH
 from kvnumba.kernels import softmax
-from kvnumba.kernels.ahead import run_of, token_bytes
+from kvnumba.kernels.ahead import params_of, run_of, token_bytes
 from kvnumba.kernels.codes import GROUP_WORDS, TERMS
 from kvnumba.kernels.rows import ROWS
 from kvnumba.kernels.states import (
@@ -23,7 +23,7 @@ from kvnumba.kernels.states import (
 )
 from kvnumba.kernels.tiles import TILE, accumulate_tile, score_tile, tile_end
 from kvnumba.simd import LANES
-from kvnumba.spec import BLOCK
+from kvnumba.spec import BLOCK, SINK
 
 #: Bytes of a cache up to which it is taken to lie in the processor's own caches, where asking ahead only costs.
 NEAR_BYTES = 1 << 21
@@ -73,9 +73,16 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
             n = min(ROWS, rows - r)
             ahead = far and r == 0
             next_values = run_of(buffers.v, b, h, token, end - token if ahead else 0)
-            next_keys = run_of(buffers.k, b, h, end, min(end + TILE, length) - end if ahead else 0)
+            at = (h, end)
+            if end + BLOCK >= length and h + 1 < buffers.k[0].shape[1]:
+                at = (h + 1, SINK)  # the next unit
+            left = min(at[1] + TILE, length) - at[1] if ahead else 0
+            next_keys = run_of(buffers.k, b, at[0], at[1], left)
+            next_key_params = params_of(buffers.k, b, at[0], at[1], left)
+            next_value_params = params_of(buffers.v, b, at[0], at[1], left)
             score_tile(buffers.k, b, h, token, end, length, dim, work, plan.q + r * plan.q_stride, plan.q_stride,
-                       plan.scores, TILE, plan.weights, plan.alphas, n, next_values)  # fmt: skip
+                       plan.scores, TILE, plan.weights, plan.alphas, n, next_values,
+                       next_key_params)  # fmt: skip
             for j in range(n):
                 i, g = first + (r + j) // group, (r + j) % group
                 low, high = visible(i, queries, length, causal, extras)
@@ -90,6 +97,6 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
                     work[plan.bases + r + j] *= ratio
             accumulate_tile(buffers.v, b, h, token, end, v_dim, work, plan.scores, TILE, plan.weights, plan.alphas,
                             plan.bases + r, plan.acc + r * plan.acc_stride, plan.acc_stride, n,
-                            next_keys)  # fmt: skip
+                            next_keys, next_value_params)  # fmt: skip
         token = next_tile(buffers, end, seen, length, extras)
     return store_rows(work, plan, out, lse, b, h, first, last, group, extras)

@@ -87,7 +87,7 @@ def _as_float(e: Emitter, sums: list[Variable], shift: float) -> Value:
 
 
 @microkernel
-def split_keys(e, params, param_at, param_stride, blocks, centre, work, q, q_stride, weights, terms, queries):
+def split_keys(e, params, param_at, param_stride, blocks, centre, work, q, q_stride, weights, terms, queries, far):
     """Turn queries into byte weights for the codes of sealed key blocks.
 
     Parameters
@@ -101,8 +101,11 @@ def split_keys(e, params, param_at, param_stride, blocks, centre, work, q, q_str
         block: bytes of q_c * scale_c at ``weights``, TERMS items at ``terms``.
     queries : int
         Query rows, 1 to 4.
+    far : Run
+        What to ask for meanwhile.
     """
     channels = param_stride // 2  # a multiple of 16
+    ahead = Ahead(e, far, 2)
     for n in range(1, ROWS + 1):
         with e.when(queries.compare("==", n)):
             with e.range(0, blocks) as block:
@@ -110,6 +113,7 @@ def split_keys(e, params, param_at, param_stride, blocks, centre, work, q, q_str
                 largest = [e.variable(e.zeros()) for _ in range(n)]
                 base = [e.variable(e.zeros()) for _ in range(n)]
                 with e.range(0, channels, LANES) as c:
+                    ahead.ask()
                     scale = e.load(params, lo_at + channels + c, LANES)
                     middle = e.fma(scale, e.splat(centre), e.load(params, lo_at + c, LANES))
                     for r in range(n):
@@ -190,7 +194,7 @@ def _split(bits: int) -> Any:
     centre = 128.0 if bits == 8 else 8.0
 
     @microkernel
-    def split(e, params, param_at, param_stride, count, work, p, p_stride, weights, queries, alphas, bases):
+    def split(e, params, param_at, param_stride, count, work, p, p_stride, weights, queries, alphas, bases, far):
         """Turn probabilities into byte weights for value codes.
 
         Writes the bytes of p_t * scale_t at ``weights``, what one unit of them is worth at ``alphas + r``, and adds
@@ -202,7 +206,10 @@ def _split(bits: int) -> Any:
             ``param_at``: lo, and ``param_stride`` / 2 further scale, of the 32 tokens of the first block.
         count : int
             Tokens; probabilities are 0 from there to the next multiple of 16.
+        far : Run
+            What to ask for meanwhile.
         """
+        ahead = Ahead(e, far, 2)
         for n in range(1, ROWS + 1):
             with e.when(queries.compare("==", n)):
                 largest = [e.variable(e.zeros()) for _ in range(n)]
@@ -213,6 +220,7 @@ def _split(bits: int) -> Any:
                     return e.load(params, at, LANES), e.load(params, at + BLOCK, LANES)
 
                 with e.range(0, count, LANES) as t:
+                    ahead.ask()
                     lo, scale = load(t)
                     middle = e.fma(scale, e.full(centre), lo)
                     for r in range(n):

@@ -63,22 +63,19 @@ def tile_start(buffers, token, length):
     return start
 
 
-def score_tile(
-    store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
-):
+def score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms,
+               queries, far, far_params):  # fmt: skip
     """Scores of up to four query rows against tokens [token, end), a tile."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(score_tile)
-def _score_tile(
-    store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
-):
+def _score_tile(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms,
+                queries, far, far_params):  # fmt: skip
     if is_float(store):
 
-        def rows(
-            store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
-        ):
+        def rows(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms,
+                 queries, far, far_params):  # fmt: skip
             start = ((b * store.rows.shape[1] + h) * store.rows.shape[2] + token) * dim
             score_rows(
                 store, store.rows, start, end - token, dim, work, q, q_stride, scores, score_stride, queries, far
@@ -89,9 +86,8 @@ def _score_tile(
     eight = store.instance_class is KeyCodes8
     kernel, centre = (score_int8, 127.5) if eight else (score_int4, 7.5)
 
-    def codes(
-        store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms, queries, far
-    ):
+    def codes(store, b, h, token, end, length, dim, work, q, q_stride, scores, score_stride, weights, terms,
+              queries, far, far_params):  # fmt: skip
         head = b * store.codes.shape[1] + h
         if token < SINK or token >= SINK + (length - SINK) // BLOCK * BLOCK:
             start = (head * store.recent.shape[2] + recent_row(token)) * dim
@@ -103,8 +99,9 @@ def _score_tile(
         code_stride, channels = store.codes.shape[3], store.params.shape[4]
         blocks = (end - token) // BLOCK
         split_keys(
-            store.params, block * 2 * channels, 2 * channels, blocks, centre, work, q, q_stride, weights, terms, queries
-        )
+            store.params, block * 2 * channels, 2 * channels, blocks, centre, work, q, q_stride, weights, terms,
+            queries, far_params,
+        )  # fmt: skip
         kernel(
             store.codes, block * code_stride, code_stride, (dim + 3) // 4, blocks, channels, work, weights, terms,
             scores, score_stride, queries, far,
@@ -113,22 +110,19 @@ def _score_tile(
     return codes
 
 
-def accumulate_tile(
-    store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far
-):
+def accumulate_tile(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries,
+                    far, far_params):  # fmt: skip
     """Add the values of tokens [token, end), a tile, weighted by up to four rows of probabilities."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(accumulate_tile)
-def _accumulate_tile(
-    store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far
-):
+def _accumulate_tile(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries,
+                     far, far_params):  # fmt: skip
     if is_float(store):
 
-        def rows(
-            store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far
-        ):
+        def rows(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries,
+                 far, far_params):  # fmt: skip
             start = ((b * store.rows.shape[1] + h) * store.rows.shape[2] + token) * dim
             accumulate_rows(
                 store, store.rows, start, end - token, dim, work, p, p_stride, out, out_stride, queries, far
@@ -139,7 +133,8 @@ def _accumulate_tile(
     eight = store.instance_class is ValueCodes8
     split, kernel = (split_int8, accumulate_int8) if eight else (split_int4, accumulate_int4)
 
-    def codes(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries, far):
+    def codes(store, b, h, token, end, dim, work, p, p_stride, weights, alphas, bases, out, out_stride, queries,
+              far, far_params):  # fmt: skip
         head = b * store.codes.shape[1] + h
         if token < SINK:
             start = (head * SINK + token) * dim
@@ -152,8 +147,9 @@ def _accumulate_tile(
         code_stride = store.codes.shape[3]
         group_stride = code_stride // (BLOCK // 4)
         split(
-            store.params, block * 2 * BLOCK, 2 * BLOCK, end - token, work, p, p_stride, weights, queries, alphas, bases
-        )
+            store.params, block * 2 * BLOCK, 2 * BLOCK, end - token, work, p, p_stride, weights, queries, alphas, bases,
+            far_params,
+        )  # fmt: skip
         channels = group_stride // 4 if eight else group_stride // 2
         kernel(
             store.codes, block * code_stride, group_stride, (end - token + 3) // 4, channels, work, weights, alphas,
