@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -112,6 +113,26 @@ def limits(threads: int = 1, seconds: float = 1.0) -> Limits:
     times = 1 << 18
     flops = threads * times * 2 * LANES * CHAINS / shortest(lambda _: multiply_add(times), threads, seconds / 3)
     return Limits(*bandwidth, flops)
+
+
+class Others:
+    """CPUs that other processes keep busy, on average since this was made; NaN where the system does not tell."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter(), used_by_others()
+
+    def cpus(self) -> float:
+        seconds, used = self.start
+        return max(used_by_others() - used, 0.0) / (time.perf_counter() - seconds) if used == used else used
+
+
+def used_by_others() -> float:
+    """CPU seconds of all other processes since the system began."""
+    info = Path("/proc/stat")
+    if not info.exists():
+        return float("nan")
+    user, nice, system, _, _, *interrupts = map(int, info.read_text(encoding="utf-8").split("\n")[0].split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def processor() -> str:

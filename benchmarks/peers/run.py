@@ -13,7 +13,7 @@ import numpy as np
 
 import kvnumba as kv
 
-from .machine import Limits, limits, processor
+from .machine import Limits, Others, limits, processor
 from .report import numbers, print_table
 from .timing import in_turns
 from .work import Entry, Errors, Runner, Work, errors
@@ -76,17 +76,20 @@ def run(work: Work, limit: Limits, names: Sequence[str], seconds: float) -> list
     """
     skipped: dict[str, str] = {}
     waiting = installed(work, names, skipped)
-    rows = []
+    rows, busy = [], [0.0]
     while waiting:
         built = take(work, waiting, skipped)
+        others = Others()
         samples = in_turns(work, {name: runner for name, (_, runner, _) in built.items()}, seconds)
+        busy.append(others.cpus())
         rows += [numbers(work, entry, samples[name], error, limit) for name, (entry, _, error) in built.items()]
         del built
         gc.collect()
     print_table(work, rows)
+    print(f"other processes kept {max(busy):.2f} CPUs busy; measure again if that is much")
     for name, reason in skipped.items():
         print(f"skipped {name}: {reason}")
-    return rows
+    return [{**row, "others_cpus": max(busy)} for row in rows]
 
 
 def facts(threads: int) -> dict[str, Any]:
