@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conftest import normal
 
 import kvnumba as kv
 from kvnumba import reference
+from kvnumba.functional import prepare, run, target
+from kvnumba.spec import SINK
 
 HEADS, GROUP, DIM = 2, 3, 24
 
@@ -91,3 +94,31 @@ def test_out_receives_the_result_whatever_its_strides(dtype, rng):
         assert np.array_equal(out, expected)
     with pytest.raises(ValueError, match="out must be"):
         cache.attend(q, out=np.empty((2, HEADS * GROUP, 1, DIM), dtype))
+
+
+@pytest.mark.parametrize("format", ["float32", "int4"])
+@pytest.mark.parametrize("window", [1, 20, 150])
+def test_a_window_that_keeps_the_sinks_equals_the_mask_that_says_so(rng, format, window):
+    # Tiles between the sinks and the window are not read.
+    for length, queries in ((3, 1), (300, 1), (300, 37)):
+        cache = kv.KVCache(2, 32, k_format=format, v_format=format)
+        cache.append(normal(rng, 1, 2, length, 32), normal(rng, 1, 2, length, 32))
+        q = normal(rng, 1, 4, queries, 32)
+        position, key = np.arange(length - queries, length)[:, None], np.arange(length)
+        mask = (key <= position) & ((key > position - window) | (key < SINK))
+        request = prepare(cache.buffers, length, q, window=(window - 1, 0), sinks=SINK)
+        got = run(target(cache.buffers), length, request)
+        np.testing.assert_allclose(got, cache.attend(q, causal=False, mask=mask), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("format", ["float32", "int4"])
+def test_tokens_dropped_between_sinks_and_window_count_in_the_distance_of_the_sinks(rng, format):
+    cache = kv.KVCache(2, 32, k_format=format, v_format=format)
+    cache.append(normal(rng, 1, 2, 300, 32), normal(rng, 1, 2, 300, 32))
+    q, slopes = normal(rng, 1, 4, 1, 32), np.array([0.01, 0.02, 0.05, 0.1])
+    request = prepare(cache.buffers, 300, q, window=(99, 0), sinks=SINK, dropped=64, alibi_slopes=slopes)
+    key = np.arange(300)
+    distance = 299 - key + 64 * (key < SINK)
+    bias = np.where((key > 199) | (key < SINK), -slopes[:, None] * distance, -np.inf)
+    got = run(target(cache.buffers), 300, request)
+    np.testing.assert_allclose(got, cache.attend(q, causal=False, mask=bias[None, :, None]), rtol=1e-5, atol=2e-5)
