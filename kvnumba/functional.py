@@ -200,7 +200,13 @@ def quick(to: Target, length: int, q: Any, causal: Any) -> Array | None:
 
     Simple is a small call with float32 queries in C order and no option.
     """
-    if type(q) is not np.ndarray or q.dtype is not _FLOAT32 or not q.flags.carray or type(causal) is not bool:
+    if (
+        not COMPILED
+        or type(q) is not np.ndarray
+        or q.dtype is not _FLOAT32
+        or not q.flags.carray
+        or type(causal) is not bool
+    ):
         return None
     batch, heads, dim = to.heads
     shape = q.shape

@@ -200,3 +200,14 @@ def test_readme_example_runs(warm: Path) -> None:
 def test_example_runs(example: str, warm: Path) -> None:
     code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
     run(code, ROOT / "examples" / example, NUMBA_CACHE_DIR=str(warm / "cache"))
+
+
+def test_a_decoded_token_without_options_is_attended_without_compilation():
+    code = (
+        "import numpy as np, kvnumba as kv; cache = kv.KVCache(1, 16, k_format='int4', v_format='int8');"
+        "x = np.ones((1, 1, 5, 16), np.float32); cache.append(x, x); assert (cache.attend(x[:, :, :1]) == 1).all()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
