@@ -425,3 +425,12 @@ def test_a_refused_append_changes_no_byte_of_the_buffers(rng, k_format, v_format
     with pytest.raises(ValueError, match=rf"{side} must be finite .* got nan at \[1, 2, {count - 1}, 15\]"):
         cache.append(**bad)
     assert pickle.dumps(cache) == before
+
+
+@pytest.mark.parametrize(("k_format", "v_format"), [("float32", "int4"), ("int4", "int8")])
+def test_a_cache_of_no_rows_can_be_cut(k_format, v_format):
+    cache = kv.KVCache(2, 16, k_format=k_format, v_format=v_format, batch_size=0)
+    cache.append(np.ones((0, 2, 400, 16)), np.ones((0, 2, 400, 16)))
+    cache.truncate(5)
+    assert len(cache) == 5
+    assert cache.keys().shape == (0, 2, 5, 16)

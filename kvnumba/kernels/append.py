@@ -304,7 +304,8 @@ def truncate_store(store, state, n):
     """Erase tokens from *n* on in one store and say so in *state*."""
     for b in range(state.shape[0]):
         if n < state[b, LENGTH]:
-            state[b, KEPT] = wipe(store, b, n, state[b, LENGTH], state[b, KEPT])
+            if b < store[0].shape[0]:  # a cache of batch size 0 counts in one row of state
+                state[b, KEPT] = wipe(store, b, n, state[b, LENGTH], state[b, KEPT])
             state[b, LENGTH] = n
 
 
@@ -314,6 +315,7 @@ def truncate(buffers, n):
     state = buffers.state
     for b in range(state.shape[0]):
         if n < state[b, LENGTH]:
-            wipe(buffers.v, b, n, state[b, LENGTH], state[b, KEPT])
-            state[b, KEPT] = wipe(buffers.k, b, n, state[b, LENGTH], state[b, KEPT])
+            if b < buffers.k[0].shape[0]:  # a cache of batch size 0 counts in one row of state
+                wipe(buffers.v, b, n, state[b, LENGTH], state[b, KEPT])
+                state[b, KEPT] = wipe(buffers.k, b, n, state[b, LENGTH], state[b, KEPT])
             state[b, LENGTH] = n
