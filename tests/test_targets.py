@@ -20,6 +20,7 @@ from numba import njit
 import kvnumba as kv
 from kvnumba import kernels
 from kvnumba.kernels.ahead import Run
+from kvnumba.kernels.codes import split_int8, split_keys
 from kvnumba.simd import F32, I8, I16, I64, LANES, Emitter, Pointer, Value, microkernel
 
 
@@ -201,9 +202,31 @@ def made_up(k_format, v_format):
     return cache, normal(rng, 1, 8, 1, 72), k, v
 
 
+@njit
+def _byte_weights(params, work):
+    nothing = Run(params, 0, 0)
+    split_keys(params, 0, 160, 32, 7.5, work, 0, 80, 1024, 8192, 4, nothing)
+    split_int8(params, 0, 64, 64, work, 0, 80, 6144, 4, 10000, 10100, nothing)
+
+
+def byte_weights():
+    """The bytes that codes are multiplied by, four to an int32: 40 times of 32 blocks of keys and of 64 values.
+
+    So many because a fused multiply and add would change one in 4,000.
+    """
+    rng, found = np.random.default_rng(7), []
+    for _ in range(40):
+        params, work = np.exp(normal(rng, 32 * 160)), np.zeros(10200, np.float32)
+        work[:320] = np.abs(normal(rng, 320))
+        _byte_weights(params, work)
+        found.append(work[1024:6272].view(np.int32))
+    assert all(words[:5120].any() and words[5120:].any() for words in found)
+    return np.array(found)
+
+
 def results():
-    """Arrays by name: "out ..." are of attention, the others are what caches store."""
-    found = {}
+    """Arrays by name: those named "out ..." are of attention, the others must be the same to the bit on every host."""
+    found = {"weights": byte_weights()}
     for k_format, v_format in PAIRS:
         cache, q, _, _ = made_up(k_format, v_format)
         found[f"out {k_format} {v_format}"] = cache.attend(q)

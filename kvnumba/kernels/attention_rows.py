@@ -52,6 +52,20 @@ def scratch_rows(rows, dim, v_dim):
 
 
 @inner
+def runs_after(buffers, b, h, end, length, wanted):
+    """What is read after the tile that ends at *end*: keys, their parameters, those of the values.
+
+    After the last sealed tile it is the first one of the next head. Nothing, if not *wanted*.
+    """
+    head, token = h, end
+    if end + BLOCK >= length and h + 1 < buffers.k[0].shape[1]:
+        head, token = h + 1, SINK
+    count = min(token + TILE, length) - token if wanted else 0
+    return (run_of(buffers.k, b, head, token, count), params_of(buffers.k, b, head, token, count),
+            params_of(buffers.v, b, head, token, count))  # fmt: skip
+
+
+@inner
 def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, last, work):
     """Queries [first, last) of one KV head's group, few of them; True if the result is finite."""
     dim, v_dim, queries = q.shape[3], out.shape[3], q.shape[2]
@@ -73,13 +87,7 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
             n = min(ROWS, rows - r)
             ahead = far and r == 0
             next_values = run_of(buffers.v, b, h, token, end - token if ahead else 0)
-            at = (h, end)
-            if end + BLOCK >= length and h + 1 < buffers.k[0].shape[1]:
-                at = (h + 1, SINK)  # the next unit
-            left = min(at[1] + TILE, length) - at[1] if ahead else 0
-            next_keys = run_of(buffers.k, b, at[0], at[1], left)
-            next_key_params = params_of(buffers.k, b, at[0], at[1], left)
-            next_value_params = params_of(buffers.v, b, at[0], at[1], left)
+            next_keys, next_key_params, next_value_params = runs_after(buffers, b, h, end, length, ahead)
             score_tile(buffers.k, b, h, token, end, length, dim, work, plan.q + r * plan.q_stride, plan.q_stride,
                        plan.scores, TILE, plan.weights, plan.alphas, n, next_values,
                        next_key_params)  # fmt: skip

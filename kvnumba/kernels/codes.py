@@ -134,9 +134,10 @@ def split_keys(e, params, param_at, param_stride, blocks, centre, work, q, q_str
                     scale = e.load(params, scale_at + c, LANES)
                     bits = []
                     for r in range(n):
-                        x = e.load(work, q + q_stride * r + c, LANES) * scale
+                        x = e.load(work, q + q_stride * r + c, LANES) * scale * inverse[r]
                         # The low bits are the rounded integer; 128 more carry what the sign of the low byte takes.
-                        bits.append(e.bitcast(e.fma(x, inverse[r], e.full(MAGIC + 128)), total[r].get().ir.type))
+                        # Not fused: weights, and so the integer sums, are the same on every host.
+                        bits.append(e.bitcast(x + (MAGIC + 128), total[r].get().ir.type))
                         total[r].set(total[r].get() + bits[r])
                     _store_pairs(e, bits, work, weights + (block * channels + c) * (GROUP_WORDS // 4), True)
                 surplus = e.splat(e.truncate(channels * (MAGIC_BITS + 128), I32))
