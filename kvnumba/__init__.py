@@ -12,7 +12,7 @@ from kvnumba.quantization import (
     quantize_per_token,
     unpack_nibbles,
 )
-from kvnumba.snapshot import Snapshot
+from kvnumba.snapshot import Snapshot, nbytes
 from kvnumba.spec import FORMATS, CacheSpec
 from kvnumba.threads import get_num_threads, set_num_threads
 from kvnumba.warm import warmup
@@ -33,6 +33,7 @@ __all__ = [
     "attention",
     "get_num_threads",
     "merge_attention",
+    "nbytes",
     "pack_nibbles",
     "quantize_per_channel",
     "quantize_per_token",

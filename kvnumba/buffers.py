@@ -24,6 +24,7 @@ Value codes of one block, 8 groups of 4 tokens, D padded to a multiple of 32:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,21 +168,43 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def grow_store(store: Any, capacity: int) -> Any:
-    """A store of the same tokens with room for *capacity*; the old one is left as it was."""
-    kind, first = type(store), store[0]
-    batch, heads, _, dim = first.shape
-    grown = allocate_store(kind, batch, heads, capacity, dim)
-    for old, new in zip(store, grown, strict=True):
-        new[:, :, : old.shape[2]] = old
-    return grown
+def take_store(store: Any, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Any:
+    """A store of its own with room for *capacity* tokens; row i holds the first lengths[i] tokens of row rows[i].
+
+    Nothing else is copied: what lies past the length of a row may be what another owner of the arrays stored there.
+    """
+    _, heads, _, dim = store[0].shape
+    taken = allocate_store(type(store), len(rows), heads, capacity, dim)
+    for to, (row, length) in enumerate(zip(rows, lengths)):
+        if type(store) in FloatRows:
+            taken.rows[to, :, :length] = store.rows[row, :, :length]
+        else:
+            taken[0][to] = store[0][row]
+            _take_codes(store, row, taken, to, max(0, length - SINK))
+    return taken
 
 
-def copy_store(store: Any) -> Any:
-    """An independent copy."""
-    copies = []
-    for array in store:
-        copy = aligned(array.shape, array.dtype)
-        copy[...] = array
-        copies.append(copy)
-    return type(store)(*copies)
+def _take_codes(store: Any, row: int, taken: Any, to: int, coded: int) -> None:
+    """Copy codes and parameters of the first *coded* tokens after the sinks of one row."""
+    whole, rest = divmod(coded, BLOCK)
+    blocks = whole if type(store) in KeyCodes or rest == 0 else whole + 1
+    for old, new in zip(store[1:], taken[1:]):
+        new[to, :, :blocks] = old[row, :, :blocks]
+    if blocks > whole:  # values: of the last block only *rest* tokens
+        groups = taken.codes[to, :, whole].reshape(taken.codes.shape[1], 8, -1, 4)
+        groups[:, rest // 4, :, rest % 4 :] = 0
+        groups[:, rest // 4 + 1 :] = 0
+        taken.params[to, :, whole, :, rest:] = 0
+
+
+def share_store(store: Any) -> Any:
+    """A store of the same tokens for another owner: float rows beside codes are copied, all else is shared.
+
+    Float rows beside codes are few, whatever the length, and are written again and again; in the shared arrays a token
+    is written once, past the tokens stored before.
+    """
+    if type(store) in FloatRows:
+        return store
+    first = aligned(store[0].shape, np.float32)
+    first[...] = store[0]
+    return type(store)(first, *store[1:])

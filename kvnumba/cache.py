@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,19 +21,20 @@ from kvnumba.buffers import (
     ValueCodes8,
     allocate,
     allocate_store,
-    copy_store,
-    grow_store,
     is_coded,
+    share_store,
+    take_store,
     usable_capacity,
 )
-from kvnumba.functional import Request, prepare, quick, run, target
-from kvnumba.kernels.append import NO_ROOM, NOT_FINITE, advance, append_store, truncate, truncate_store
+from kvnumba.functional import Request, at_end, from_end, prepare, quick, run, target
+from kvnumba.kernels.append import NO_ROOM, NOT_FINITE, append_store, truncate_rows, truncate_store
 from kvnumba.kernels.decode import decode_store
-from kvnumba.snapshot import Freezable
+from kvnumba.snapshot import Freezable, SharedBytes
 from kvnumba.spec import BLOCK, SINK, CacheSpec
 
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
 
 #: Largest head dimension; sums of byte products stay within int32 far beyond it.
 MAX_HEAD_DIM = 1024
@@ -47,7 +50,7 @@ class KVCache(Freezable):
     k_format, v_format : str
         "float32", "float16", "bfloat16", "int8" or "int4", each with each.
     batch_size : int
-        Rows that advance together.
+        Rows. They may hold different numbers of tokens (``lengths``).
     capacity : int
         Tokens to make room for at once; more room is made by doubling.
     v_head_dim : int, optional
@@ -83,29 +86,37 @@ class KVCache(Freezable):
             batch_size=checks.count("batch_size", batch_size),
         )
         self._wanted = checks.count("capacity", capacity)
+        self._k_coded, self._v_coded = is_coded(self._spec.k_format), is_coded(self._spec.v_format)
+        self._set_spec(self._spec)
         self.reset()
-        spec = self._spec
+
+    def _set_spec(self, spec: CacheSpec) -> None:
+        self._spec = spec
         self._k_shape = (spec.batch_size, spec.num_kv_heads, None, spec.head_dim)
         self._v_shape = (spec.batch_size, spec.num_kv_heads, None, spec.v_head_dim)
-        self._k_coded, self._v_coded = is_coded(spec.k_format), is_coded(spec.v_format)
 
     # ---- the main work
 
-    def append(self, k: Any, v: Any) -> None:
-        """Append S tokens to every row.
+    def append(self, k: Any, v: Any, *, lengths: Any = None) -> None:
+        """Append S tokens to every row, or lengths[b] of them to row b.
 
         Parameters
         ----------
         k : array_like [B, H_kv, S, D]
         v : array_like [B, H_kv, S, Dv]
             Any float type, integers or bool, any strides. They are copied.
+        lengths : sequence of int [B], optional
+            Row b takes its first lengths[b] tokens, 0 to S; the others may be anything, NaN too.
 
         Raises
         ------
-        ValueError
-            Wrong shape; NaN or infinity where the format is a code. Nothing is stored then.
+        TypeError, ValueError
+            Wrong shape or lengths; NaN or infinity where the format is a code. Nothing is stored then.
         """
-        self._write(*self._checked(k, v))
+        if lengths is None:
+            self._write(*self._checked(k, v))
+        else:
+            self._write(*self._padded(*self._checked(k, v), lengths))
 
     def _checked(self, k: Any, v: Any) -> tuple[FloatArray, FloatArray]:
         k = checks.tokens("k", k, self._k_shape, "[batch, num_kv_heads, S, head_dim]")
@@ -113,13 +124,36 @@ class KVCache(Freezable):
         checks.same_length("k", k, "v", v)
         return k, v
 
-    def _write(self, k: FloatArray, v: FloatArray) -> None:
-        status = self._target.entries.append(self._target.map, k, v)
+    def _padded(self, k: FloatArray, v: FloatArray, lengths: Any) -> tuple[FloatArray, FloatArray, IntArray | None]:
+        """*k* and *v* with zeros past the length of each row, and the tokens that each row takes; None: all."""
+        size, batch = k.shape[2], self._spec.batch_size
+        counts = checks.per_row("lengths", lengths, [size] * batch, "the tokens given")
+        if all(n == size for n in counts):
+            return k, v, None
+        k, v = k.copy(), v.copy()
+        for b, n in enumerate(counts):
+            k[b, :, n:] = v[b, :, n:] = 0
+        return k, v, np.array(counts, np.int64)
+
+    def _write(self, k: FloatArray, v: FloatArray, counts: IntArray | None = None) -> None:
+        if self._sharing is not None and k.shape[2] > 0:
+            self._claim(self._after(k, counts))
+        status = self._store(k, v, counts)
         if status == NO_ROOM:
-            self.reserve(max(len(self) + k.shape[2], 2 * self.capacity))
-            status = self._target.entries.append(self._target.map, k, v)
+            self.reserve(max(*self._after(k, counts), 2 * self.capacity))
+            status = self._store(k, v, counts)
         if status == NOT_FINITE:
+            self._unclaim()
             self._refuse(k, v)
+
+    def _store(self, k: FloatArray, v: FloatArray, counts: IntArray | None) -> int:
+        to = self._target
+        return to.entries.append(to.map, k, v) if counts is None else to.entries.append_some(to.map, k, v, counts)
+
+    def _after(self, k: FloatArray, counts: IntArray | None) -> list[int]:
+        """`_lengths` when the tokens of *k*, of which row b takes counts[b], are stored."""
+        old = self._lengths()
+        return [n + more for n, more in zip(old, [k.shape[2]] * len(old) if counts is None else counts.tolist())]
 
     def _refuse(self, k: FloatArray, v: FloatArray) -> None:
         """Raise for the first element that cannot be quantized."""
@@ -128,71 +162,142 @@ class KVCache(Freezable):
         if self._v_coded:
             checks.finite("v", v)
 
-    def attend(self, q: Any, *, causal: bool = True, **options: Any) -> Any:
-        """Attention of *q*, the last S positions, over everything stored.
+    def attend(self, q: Any, *, causal: bool = True, lengths: Any = None, **options: Any) -> Any:
+        """Attention of *q*, the last S positions of each row, over everything stored.
 
         Parameters
         ----------
         q : array_like [B, H_q, S, D]
             H_q is a multiple of H_kv; query head h reads KV head ``h // (H_q // H_kv)``.
         causal : bool
-            Query i sees keys up to position length - S + i.
+            Query i of row b sees keys up to position length of the row - S + i.
+        lengths : sequence of int [B], optional
+            Row b has only lengths[b] queries, 0 to S, the first ones, and they are its last lengths[b] positions: as
+            for tokens appended with these lengths. The others are padding: their result is 0, their lse -inf.
         sm_scale, mask, window, softcap, alibi_slopes, sink_logits, return_lse, out
-            As in `kvnumba.attention`.
+            As in `kvnumba.attention`; the T of a mask is the length of the longest row.
 
         Returns
         -------
         ndarray [B, H_q, S, Dv], or (out, lse) with ``return_lse``
-            In the dtype of *q*. A row that sees no key is 0.
+            In the dtype of *q*. A query that sees no key, as in a row without tokens, gives 0 and lse -inf.
         """
-        if not options:
+        if not options and lengths is None:
             out = quick(self._target, len(self), q, causal)
             if out is not None:
                 return out
-        return self._run(prepare(self._buffers, len(self), q, causal=causal, **options))
+        request = prepare(self._buffers, len(self), q, causal=causal, **options)
+        return self._run(request) if lengths is None else self._run_some(request, lengths)
 
-    def step(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        """`append` of *k* and *v*, then `attend` of *q*; all are checked before anything is stored."""
+    def step(self, q: Any, k: Any, v: Any, *, lengths: Any = None, **options: Any) -> Any:
+        """`append` of *k* and *v*, then `attend` of *q*; all are checked before anything is stored.
+
+        With *lengths* row b has only lengths[b] tokens, the first ones: query i of a row is that of its token i.
+        """
         k, v = self._checked(k, v)
-        request = prepare(self._buffers, len(self) + k.shape[2], q, **options)
-        self._write(k, v)
-        return self._run(request)
+        if lengths is None:
+            request = prepare(self._buffers, len(self) + k.shape[2], q, **options)
+            self._write(k, v)
+            return self._run(request)
+        k, v, counts = self._padded(k, v, lengths)
+        request = prepare(self._buffers, max(self._after(k, counts)), q, **options)
+        checks.same_length("q", request.query, "k", k)
+        self._write(k, v, counts)
+        return self._run(request) if counts is None else self._run_some(request, counts.tolist())
 
     def _run(self, request: Request) -> Any:
         return run(self._target, len(self), request)
 
+    def _run_some(self, request: Request, lengths: Any) -> Any:
+        """`_run` of the first lengths[b] queries of each row."""
+        size, batch = request.query.shape[2], self._spec.batch_size
+        counts = checks.per_row("lengths", lengths, [size] * batch, "the queries given")
+        return from_end(self._run(at_end(request, counts)), request, counts)
+
     # ---- state
 
-    def truncate(self, n: int) -> None:
-        """Keep the first *n* tokens; what is removed is erased from memory.
+    def truncate(self, n: Any) -> None:
+        """Keep the first *n* tokens of every row, or the first n[b] of row b.
 
         A cut at or after the start of the last sealed key block leaves the codes, residual and results of a cache that
         was only ever fed the first *n* tokens. A deeper cut, or a second one into the block before, whose float32 rows
         are gone, brings the kept tokens of the cut block back as their decoded values.
-        """
-        self._cut(checks.length("n", n, len(self)))
 
-    def _cut(self, n: int) -> None:
-        truncate(self._buffers, n)
+        What is removed is erased from memory, or, where a snapshot still has it, left to that. The time does not depend
+        on how many tokens are kept.
+
+        Parameters
+        ----------
+        n : int or sequence of int [B]
+            An int must be from 0 to ``len(cache)``; rows that are shorter stay as they are. Each n[b] must be from 0 to
+            the length of row b.
+        """
+        rows = len(self._lengths())
+        if isinstance(n, (list, tuple, np.ndarray)):
+            kept = checks.per_row("n", n, self.lengths, "the length of the row") or self._lengths()
+        else:
+            kept = [checks.length("n", n, len(self))] * rows
+        self._cut(kept)
+
+    def _cut(self, lengths: list[int]) -> None:
+        truncate_rows(self._buffers, np.array(lengths, np.int64), not self._settle())
+
+    def reorder(self, idx: Any) -> None:
+        """Let row i become what row idx[i] was, all at once and exactly; for instance after a step of beam search.
+
+        Parameters
+        ----------
+        idx : sequence of int [B]
+            From 0 to B - 1, with repeats or without.
+        """
+        rows = checks.rows("idx", idx, self._spec.batch_size)
+        if len(rows) != self._spec.batch_size:
+            raise ValueError(
+                f"idx must have one entry for each of the {self._spec.batch_size} rows, got {len(rows)}; "
+                "select takes any number"
+            )
+        self._choose(rows)
+
+    def select(self, idx: Any) -> None:
+        """Keep the rows of *idx*, in this order, exactly; ``spec.batch_size`` becomes their number.
+
+        Parameters
+        ----------
+        idx : sequence of int [n]
+            From 0 to B - 1, any number, with repeats or without.
+        """
+        self._choose(checks.rows("idx", idx, self._spec.batch_size))
+
+    def repeat_interleave(self, n: int) -> None:
+        """Put *n* rows in place of each, all the same, next to each other; ``spec.batch_size`` grows *n* times."""
+        n = checks.positive_int("n", n)
+        self._choose([row for row in range(self._spec.batch_size) for _ in range(n)])
+
+    def _choose(self, rows: list[int]) -> None:
+        chosen = self._taken(rows, self.capacity)
+        self._set_spec(replace(self._spec, batch_size=len(rows)))
+        self._own(chosen)
 
     def reset(self) -> None:
-        """Forget all tokens; new buffers of the capacity asked for at the start replace the old ones."""
+        """Forget all tokens; new buffers of the capacity asked for at the start replace the old ones. Rows remain."""
         self._own(allocate(self._spec, usable_capacity(self._spec, self._wanted)))
 
     def _own(self, buffers: KVBuffers) -> None:
-        self._buffers = buffers
+        """Let *buffers*, which nobody else has, replace those of before."""
+        self._leave()
+        self._buffers, self._exposed = buffers, False
         self._target = target(buffers)
 
     def keys(self) -> FloatArray:
-        """All keys, decoded: a new float32 array [B, H_kv, length, D]."""
+        """All keys, decoded: a new float32 array [B, H_kv, length, D], with zeros past the length of a row."""
         return self._decoded(self._buffers.k, self._spec.head_dim)
 
     def values(self) -> FloatArray:
-        """All values, decoded: a new float32 array [B, H_kv, length, Dv]."""
+        """All values, decoded: a new float32 array [B, H_kv, length, Dv], with zeros past the length of a row."""
         return self._decoded(self._buffers.v, self._spec.v_head_dim)
 
     def _decoded(self, store: Any, dim: int) -> FloatArray:
-        out = np.empty((self._spec.batch_size, self._spec.num_kv_heads, len(self), dim), np.float32)
+        out = np.zeros((self._spec.batch_size, self._spec.num_kv_heads, len(self), dim), np.float32)
         decode_store(store, self._buffers.state, out)
         return out
 
@@ -200,33 +305,75 @@ class KVCache(Freezable):
         """Make room for *capacity* tokens in all, at once. New arrays replace `buffers` if there are fewer."""
         wanted = usable_capacity(self._spec, checks.count("capacity", capacity))
         if wanted > self.capacity:
-            old = self._buffers
-            self._own(KVBuffers(grow_store(old.k, wanted), grow_store(old.v, wanted), old.state))
+            self._own(self._taken(range(self._spec.batch_size), wanted))
+
+    def _part(self, capacity: int = 0) -> None:
+        if capacity > self.capacity:
+            capacity = max(capacity, 2 * self.capacity)
+        wanted = usable_capacity(self._spec, max(capacity, self.capacity))
+        self._own(self._taken(range(self._spec.batch_size), wanted))
+
+    def _taken(self, rows: Sequence[int], capacity: int) -> KVBuffers:
+        """Buffers of the tokens of *rows*, and of nothing else."""
+        old, state = self._buffers, self._state_of(rows)
+        counts = state[: len(rows), LENGTH].tolist()
+        return KVBuffers(take_store(old.k, rows, counts, capacity), take_store(old.v, rows, counts, capacity), state)
+
+    def _state_of(self, rows: Sequence[int]) -> IntArray:
+        """State of *rows*; of no rows that of the longest, for a cache without rows has a length too."""
+        return self._buffers.state[list(rows) or [int(np.argmax(self._lengths()))]]
 
     def _clone(self) -> KVCache:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         old = self._buffers
-        other._own(KVBuffers(copy_store(old.k), copy_store(old.v), old.state.copy()))
+        if self._exposed:  # compiled code of the user writes into these arrays, and asks nobody
+            other._part()
+        else:
+            self._share_with(other)
+            other._buffers = KVBuffers(share_store(old.k), share_store(old.v), old.state.copy())
+            other._target = target(other._buffers)
         return other
 
+    def _take(self) -> KVCache:
+        if self._exposed:
+            self._part()
+        return super()._take()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_target"}
+        """All but what belongs to this process, and of the buffers the stored tokens only."""
+        state = {
+            name: value for name, value in self.__dict__.items() if name not in ("_target", "_sharing", "_exposed")
+        }
+        live = self._taken(range(self._spec.batch_size), usable_capacity(self._spec, len(self)))
+        return {**state, "_buffers": live, "_capacity": self.capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        capacity = state.pop("_capacity")
         self.__dict__.update(state)
-        old = self._buffers  # arrays may come back read-only, and anywhere in memory
-        self._own(KVBuffers(copy_store(old.k), copy_store(old.v), old.state.copy()))
+        # Arrays may come back read-only, and anywhere in memory.
+        self._own(self._taken(range(self._spec.batch_size), capacity))
 
     # ---- what it is
 
     def __len__(self) -> int:
-        return self._buffers.state.item(0)  # LENGTH of the first row; compiled code of the user may have changed it
+        state = self._buffers.state  # compiled code of the user may have changed it
+        return state.item(0) if len(state) == 1 else max(self._lengths())
 
     @property
     def length(self) -> int:
-        """Tokens stored."""
+        """Tokens of the longest row."""
         return len(self)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self._lengths()[: self._spec.batch_size]
+
+    def _lengths(self) -> list[int]:
+        """`lengths`; of a cache without rows the one number that ``len`` is."""
+        lengths: list[int] = self._buffers.state[:, LENGTH].tolist()
+        return lengths
 
     @property
     def capacity(self) -> int:
@@ -240,14 +387,18 @@ class KVCache(Freezable):
 
     @property
     def buffers(self) -> KVBuffers:
-        """The arrays, for your own ``@njit`` code (`kvnumba.kernels`). Growing replaces them: `reserve` first."""
+        """The arrays, for your own ``@njit`` code (`kvnumba.kernels`). Growing replaces them: `reserve` first.
+
+        They are this cache's alone: if it shares arrays with a snapshot its tokens are copied first, and as long as it
+        has the arrays that were handed out, `freeze` copies too.
+        """
+        if self._settle():
+            self._part()
+        self._exposed = True
         return self._buffers
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored tokens: rows, codes, parameters, sinks and residual; not spare capacity."""
-        state = self._buffers.state
-        return store_nbytes(self._buffers.k, state) + store_nbytes(self._buffers.v, state)
+    def _held(self) -> tuple[int, SharedBytes]:
+        return stores_held(self._buffers[:2], self.lengths)
 
     @property
     def nbytes_allocated(self) -> int:
@@ -290,6 +441,7 @@ class QuantizedCache(Freezable):
 
     def reset(self) -> None:
         """Forget all tokens and the shape, and give the memory back."""
+        self._leave()
         self._lead: tuple[int, ...] | None = None
         self._dim = 0
         self._store: Any = None
@@ -324,10 +476,11 @@ class QuantizedCache(Freezable):
         needed = len(self) + rows.shape[2]
         if self._store is None:
             self._store = allocate_store(self._kind, 1, rows.shape[1], needed, rows.shape[3])
+        elif self._sharing is not None:
+            self._claim([needed])
         if not append_store(self._store, rows, self._state):
-            self._store = grow_store(self._store, max(needed, 2 * self.capacity))
+            self._part(needed)
             append_store(self._store, rows, self._state)
-        advance(self._state, rows.shape[2])
 
     def contiguous(self) -> FloatArray:
         """All tokens, decoded: a new float32 array [..., length, D]."""
@@ -347,20 +500,42 @@ class QuantizedCache(Freezable):
             self._cut(n)
 
     def _cut(self, n: int) -> None:
-        truncate_store(self._store, self._state, n)
+        truncate_store(self._store, self._state, n, not self._settle())
+
+    def _part(self, capacity: int = 0) -> None:
+        if capacity > self.capacity:
+            capacity = max(capacity, 2 * self.capacity)
+        self._leave()
+        self._store = self._taken(max(capacity, self.capacity))
+
+    def _taken(self, capacity: int) -> Any:
+        """A store of the stored tokens, and of nothing else."""
+        return take_store(self._store, [0], self._lengths(), capacity)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "_sharing"}
+        return state if self._store is None else {**state, "_store": self._taken(self.capacity)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._state = self._state.copy()
         if self._store is not None:
-            self._store = copy_store(self._store)
+            self._store = self._taken(self.capacity)
 
     def _clone(self) -> QuantizedCache:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._state = self._state.copy()
-        other._store = None if self._store is None else copy_store(self._store)
+        if self._store is not None:
+            self._share_with(other)
+            other._store = share_store(self._store)
         return other
+
+    def _lengths(self) -> list[int]:
+        return [len(self)]
+
+    def _held(self) -> tuple[int, SharedBytes]:
+        return stores_held(() if self._store is None else (self._store,), self._lengths())
 
     def __len__(self) -> int:
         return int(self._state[0, LENGTH])
@@ -384,11 +559,6 @@ class QuantizedCache(Freezable):
         return self._bits
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the stored tokens: codes, parameters, sinks and residual; not spare capacity."""
-        return 0 if self._store is None else store_nbytes(self._store, self._state)
-
-    @property
     def nbytes_allocated(self) -> int:
         """Bytes of all arrays."""
         return 0 if self._store is None else sum(array.nbytes for array in self._store)
@@ -406,24 +576,30 @@ def store_capacity(store: Any) -> int:
     return SINK + BLOCK * blocks if blocks else 0
 
 
-def store_nbytes(store: Any, state: npt.NDArray[np.int64]) -> int:
-    """Bytes of the tokens that a store holds."""
+def stores_held(stores: Sequence[Any], lengths: Sequence[int]) -> tuple[int, SharedBytes]:
+    """Bytes of the tokens in *stores* whose rows hold *lengths* tokens, as `Freezable._held`."""
+    alone, shared = 0, SharedBytes()
+    for store in stores:
+        array = store[0] if type(store) in FloatRows else store.codes
+        for row, length in enumerate(lengths):
+            own, size = _row_held(store, length)
+            alone += own
+            shared[id(array), row] = size
+    return alone, shared
+
+
+def _row_held(store: Any, length: int) -> tuple[int, int]:
+    """Bytes of *length* tokens of one row: as float32 beside codes, and all others."""
     first = store[0]
-    heads, dim = first.shape[1], first.shape[3]
-    total = 0
-    for length in state[:, LENGTH].tolist():
-        if type(store) in FloatRows:
-            total += heads * length * dim * first.itemsize
-            continue
-        coded = max(0, length - SINK)
-        row = dim * 4
-        total += heads * min(length, SINK) * row
-        if type(store) in KeyCodes:
-            blocks = coded // BLOCK
-            total += heads * (blocks * (store.codes.shape[3] + store.params.shape[4] * 8) + coded % BLOCK * row)
-        else:
-            total += heads * coded * (store.codes.shape[3] // BLOCK + 8)
-    return total
+    heads, row = first.shape[1], first.shape[3] * first.itemsize
+    if type(store) in FloatRows:
+        return 0, heads * length * row
+    coded = max(0, length - SINK)
+    sinks = heads * min(length, SINK) * row
+    if type(store) in KeyCodes:
+        blocks, rest = divmod(coded, BLOCK)
+        return sinks + heads * rest * row, heads * blocks * (store.codes.shape[3] + store.params.shape[4] * 8)
+    return sinks, heads * coded * (store.codes.shape[3] // BLOCK + 8)
 
 
 def _head_dim(name: str, value: Any) -> int:

@@ -359,7 +359,44 @@ def length(name: str, n: Any, current: int) -> int:
     return number
 
 
+def rows(name: str, idx: Any, batch: int) -> list[int]:
+    """Return *idx* as a list if it is a sequence of integers that name rows of a batch: 0 to batch - 1."""
+    wanted = f"rows of the batch, from 0 to {batch - 1}" if batch else "no rows, for the batch has none"
+    listed = _integers(name, idx, wanted)
+    for i, row in enumerate(listed):
+        if not 0 <= row < batch:
+            raise ValueError(f"{name} must hold {wanted}, got {row} at [{i}]")
+    return listed
+
+
+def per_row(name: str, value: Any, highest: Sequence[int], word: str) -> list[int]:
+    """Return *value* as a list if it holds one integer for each row of the batch, from 0 to *highest* of the row.
+
+    *word* says what the largest number is: "the length of the row".
+    """
+    listed = _integers(name, value, "one number of tokens for each row")
+    if len(listed) != len(highest):
+        raise ValueError(f"{name} must have shape [{len(highest)}] = [batch], got [{len(listed)}]")
+    for b, (number, most) in enumerate(zip(listed, highest)):
+        if not 0 <= number <= most:
+            raise ValueError(f"{name} must be from 0 to {word}, {most}, got {number} at [{b}]")
+    return listed
+
+
 # ---- parts of the functions above
+
+
+def _integers(name: str, value: Any, meaning: str) -> list[int]:
+    """A list of the integers of *value*, a sequence or array with one axis."""
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise TypeError(f"{name} must be a sequence of integers: {meaning}; got {_kind(value)} ({error})") from error
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one axis: {meaning}; got shape {list(array.shape)}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers: {meaning}; got {array.dtype}")
+    return [int(number) for number in array]
 
 
 def _fits(got: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

@@ -219,6 +219,37 @@ def quick(to: Target, length: int, q: Any, causal: Any) -> Array | None:
     return out if fine else None
 
 
+def at_end(request: Request, counts: Sequence[int]) -> Request:
+    """*request* with the first counts[b] queries of row b moved to the end, its last positions, and zeros before."""
+    extras = request.extras
+    if extras is not None and extras.mask.size and extras.mask.shape[2] > 1:
+        mask = np.broadcast_to(extras.mask, (len(counts), *extras.mask.shape[1:]))
+        extras = extras._replace(mask=_moved(mask, counts, 0.0, to_end=True))
+    query = _moved(request.query, counts, 0.0, to_end=True)
+    return request._replace(query=query, extras=extras, return_lse=True, out=None)
+
+
+def from_end(result: tuple[Array, Array], request: Request, counts: Sequence[int]) -> Any:
+    """What *request* asks for, from the result of `at_end` of it."""
+    out, lse = _moved(result[0], counts, 0.0, to_end=False), _moved(result[1], counts, -np.inf, to_end=False)
+    if request.out is not None:
+        request.out[...] = out
+        out = request.out
+    return (out, lse) if request.return_lse else out
+
+
+def _moved(x: Array, counts: Sequence[int], filler: float, *, to_end: bool) -> Array:
+    """The first counts[b] items along axis 2 of each row moved to its end, or the last ones to its start."""
+    moved = np.full_like(x, filler, order="C", subok=False)
+    for b, n in enumerate(counts):
+        end = x.shape[2] - n
+        if to_end:
+            moved[b, :, end:] = x[b, :, :n]
+        else:
+            moved[b, :, :n] = x[b, :, end:]
+    return moved
+
+
 def _overlaps(out: Array, buffers: KVBuffers, query: Array) -> bool:
     """Whether writing *out* could change what is still to be read."""
     return any(np.may_share_memory(out, array) for array in (query, buffers.k[0], buffers.v[0]))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvnumba import checks
-from kvnumba.snapshot import Freezable
+from kvnumba.snapshot import Freezable, SharedBytes
 
 _FLOATS = ("float16", "float32", "float64", "bfloat16")
 _STORED = ("float32", "float16", "bfloat16")
@@ -43,10 +43,11 @@ class _Growing(Freezable):
         """Shape of what is stored; before the first tokens all that is known of it: zeros up to ``axis``."""
         return self._stored().shape
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored tokens."""
-        return self._stored().nbytes
+    def _held(self) -> tuple[int, SharedBytes]:
+        return 0, {} if self._buffer is None else {(id(self._buffer), 0): self._stored().nbytes}
+
+    def _lengths(self) -> list[int]:
+        return [self._length]
 
     @property
     def nbytes_allocated(self) -> int:
@@ -183,8 +184,7 @@ class ConcatCache(_Growing):
 
     def _clone(self) -> ConcatCache:
         other = ConcatCache(self._axis)
-        other._length = self._length
-        other._buffer = None if self._buffer is None else self._buffer.copy()
+        other._length, other._buffer = self._length, self._buffer  # never written again
         return other
 
 
@@ -235,10 +235,10 @@ class InPlaceCache(_Growing):
         if self._buffer is None:
             self._buffer = self._room(chunk.shape, max(self._reserved, end))
         elif end > self._buffer.shape[self._axis]:
-            grown = self._room(self._buffer.shape, max(2 * self._buffer.shape[self._axis], end))
-            grown[self._tokens(0, self._length)] = self._stored()
-            self._buffer = grown
+            self._part(max(2 * self._buffer.shape[self._axis], end))
             self._reallocs += 1
+        elif self._sharing is not None:
+            self._claim([end])
         self._buffer[self._tokens(self._length, end)] = stored
         self._length = end
 
@@ -246,11 +246,15 @@ class InPlaceCache(_Growing):
         """Return the stored tokens as a read-only array over the buffer itself.
 
         It stays as it is while tokens are only appended: growth leaves the old buffer to old views. After ``truncate``
-        an old view sees zeros, and then new tokens, in place of those removed, if the buffer has not been replaced.
+        an old view sees zeros, and then new tokens, in place of those removed, if the buffer has not been replaced and
+        was never shared with a snapshot.
 
         A bfloat16 cache returns a view of dtype ``ml_dtypes.bfloat16`` where that package is installed, else a copy
         widened to float32.
         """
+        self._viewed = True
+        if self._sharing is not None:
+            self._sharing.pinned = True
         view = self._stored()
         if self._format == "bfloat16":
             dtype = checks.bfloat16()
@@ -259,7 +263,7 @@ class InPlaceCache(_Growing):
         return view
 
     def truncate(self, n: int) -> None:
-        """Keep the first *n* tokens, and overwrite the others with zeros. The capacity stays.
+        """Keep the first *n* tokens, and overwrite the others with zeros, if no snapshot has them. The capacity stays.
 
         Raises
         ------
@@ -268,11 +272,13 @@ class InPlaceCache(_Growing):
         """
         n = checks.length("n", n, self._length)
         if self._buffer is not None:
-            self._buffer[self._tokens(n, self._length)] = 0
+            if not self._settle():
+                self._buffer[self._tokens(n, self._length)] = 0
             self._length = n
 
     def reset(self) -> None:
         """Give the buffer back and become as when made; the next tokens may have another shape."""
+        self._leave()
         self._buffer, self._length, self._reallocs = None, 0, 0
 
     @property
@@ -303,9 +309,25 @@ class InPlaceCache(_Growing):
         other = InPlaceCache(self._axis, self._format, self._reserved)
         other._length, other._reallocs = self._length, self._reallocs
         if self._buffer is not None:
-            other._buffer = other._room(self._buffer.shape, self.capacity)
-            other._buffer[self._tokens(0, self._length)] = self._stored()
+            self._share_with(other)
+            other._buffer = self._buffer
         return other
+
+    def _part(self, capacity: int = 0) -> None:
+        buffer = self._taken(max(capacity, self.capacity))
+        self._leave()
+        self._buffer = buffer
+
+    def _taken(self, capacity: int) -> npt.NDArray[Any]:
+        """A buffer of the stored tokens, and of nothing else."""
+        stored = self._stored()
+        taken = self._room(stored.shape, capacity)
+        taken[self._tokens(0, self._length)] = stored
+        return taken
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_sharing", "_viewed")}
+        return state if self._buffer is None else {**state, "_buffer": self._taken(self.capacity)}
 
     def __repr__(self) -> str:
         return (

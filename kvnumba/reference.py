@@ -8,7 +8,8 @@ and ``import kvnumba`` does not import this file.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -412,89 +413,148 @@ class ReferenceKVCache:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens."""
-        spec = self.spec
-        lead = (spec.batch_size, spec.num_kv_heads)
-        self._k: _FloatRows | _CodeKeys
-        self._v: _FloatRows | _CodeValues
-        if spec.k_format in CODE_FORMATS:
-            self._k = _CodeKeys(*lead, spec.head_dim, BITS[spec.k_format])
-        else:
-            self._k = _FloatRows(*lead, spec.head_dim, spec.k_format)
-        if spec.v_format in CODE_FORMATS:
-            self._v = _CodeValues(*lead, spec.v_head_dim, BITS[spec.v_format])
-        else:
-            self._v = _FloatRows(*lead, spec.v_head_dim, spec.v_format)
+        """Forget all tokens; the rows remain."""
+        # One row of a batch by itself, so that no row can depend on another. A cache without rows has a length too.
+        rows = range(max(1, self.spec.batch_size))
+        self._k = [self._new_k() for _ in rows]
+        self._v = [self._new_v() for _ in rows]
+
+    def _new_k(self) -> _FloatRows | _CodeKeys:
+        heads, dim, format = self.spec.num_kv_heads, self.spec.head_dim, self.spec.k_format
+        return _CodeKeys(1, heads, dim, BITS[format]) if format in CODE_FORMATS else _FloatRows(1, heads, dim, format)
+
+    def _new_v(self) -> _FloatRows | _CodeValues:
+        heads, dim, format = self.spec.num_kv_heads, self.spec.v_head_dim, self.spec.v_format
+        return _CodeValues(1, heads, dim, BITS[format]) if format in CODE_FORMATS else _FloatRows(1, heads, dim, format)
 
     def __len__(self) -> int:
-        return len(self._k)
+        return max(len(row) for row in self._k)
 
     @property
     def length(self) -> int:
-        """Tokens stored."""
+        """Tokens of the longest row."""
         return len(self)
 
-    def append(self, k: ArrayLike, v: ArrayLike) -> None:
-        """Add tokens: k [B, H_kv, S, D], v [B, H_kv, S, Dv]; taken as float32.
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row) for row in self._k][: self.spec.batch_size]
+
+    def append(self, k: ArrayLike, v: ArrayLike, *, lengths: ArrayLike | None = None) -> None:
+        """Add tokens: k [B, H_kv, S, D], v [B, H_kv, S, Dv], taken as float32; of row b only the first lengths[b].
 
         Raises
         ------
         ValueError
             A number that is not finite, for a side that holds codes. Nothing is stored then.
         """
-        k = np.asarray(k, np.float32)
-        v = np.asarray(v, np.float32)
+        k, v = np.asarray(k, np.float32), np.asarray(v, np.float32)
+        size = k.shape[2]
+        if self.spec.batch_size == 0:
+            k, v = (np.zeros((1, *x.shape[1:]), np.float32) for x in (k, v))
+        counts = [size] * len(k) if lengths is None or len(np.asarray(lengths)) == 0 else np.asarray(lengths).tolist()
+        kept = np.arange(size)[None, None, :, None] < np.reshape(counts, (-1, 1, 1, 1))  # [B, 1, S, 1]
         for name, x, format in (("k", k, self.spec.k_format), ("v", v, self.spec.v_format)):
-            if format in CODE_FORMATS and not np.isfinite(x).all():
-                where = [int(i) for i in np.argwhere(~np.isfinite(x))[0]]
+            bad = ~np.isfinite(x) & kept
+            if format in CODE_FORMATS and bad.any():
+                where = [int(i) for i in np.argwhere(bad)[0]]
                 raise ValueError(f"{name} must be finite for format {format}, got {x[tuple(where)]} at {where}")
-        self._k.append(k)
-        self._v.append(v)
+        for b, n in enumerate(counts):
+            self._k[b].append(k[b : b + 1, :, :n])
+            self._v[b].append(v[b : b + 1, :, :n])
 
-    def attend(self, q: ArrayLike, *, causal: bool = True, **options: Any) -> Any:
-        """:func:`attention` in float64 over ``keys()`` and ``values()``; *options* as there."""
-        return attention(q, self.keys(), self.values(), causal=causal, **options)
+    def attend(self, q: ArrayLike, *, causal: bool = True, lengths: ArrayLike | None = None, **options: Any) -> Any:
+        """:func:`attention` in float64 over ``keys()`` and ``values()``; *options* as there.
 
-    def step(self, q: ArrayLike, k: ArrayLike, v: ArrayLike, **options: Any) -> Any:
-        """``append(k, v)``, then ``attend(q, **options)``."""
-        self.append(k, v)
-        return self.attend(q, **options)
+        With *lengths* row b has only lengths[b] queries, the first ones, which are its last positions; the others give
+        0 and lse -inf.
+        """
+        if lengths is None:
+            return attention(q, self.keys(), self.values(), causal=causal, lengths=self.lengths, **options)
+        q, wanted = np.asarray(q), options.pop("return_lse", False)
+        mask = options.pop("mask", None)
+        if mask is not None:
+            mask = np.broadcast_to(np.asarray(mask), (*q.shape[:3], len(self)))
+        out = np.zeros((*q.shape[:3], self.spec.v_head_dim))
+        lse = np.full(q.shape[:3], -np.inf)
+        for b, n in enumerate(np.asarray(lengths).tolist()):
+            own = None if mask is None else mask[b : b + 1, :, :n, : self.lengths[b]]
+            out[b, :, :n], lse[b, :, :n] = (x[0] for x in attention(
+                q[b : b + 1, :, :n], self._k[b].decoded(), self._v[b].decoded(), causal=causal, return_lse=True,
+                mask=own, **options,
+            ))  # fmt: skip
+        return (out, lse) if wanted else out
 
-    def truncate(self, n: int) -> None:
-        """Keep the first *n* tokens, 0 <= n <= length.
+    def step(
+        self, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, lengths: ArrayLike | None = None, **options: Any
+    ) -> Any:
+        """``append(k, v, lengths=lengths)``, then ``attend(q, lengths=lengths, **options)``."""
+        self.append(k, v, lengths=lengths)
+        return self.attend(q, lengths=lengths, **options)
+
+    def truncate(self, n: int | Sequence[int]) -> None:
+        """Keep the first *n* tokens, 0 <= n <= length, of every row, or the first n[b] of row b, at most those it has.
 
         A cut at or after the start of the last sealed key block, while the rows it was made from are kept, leaves
         the keys of a cache never fed the removed tokens. A deeper cut brings the tokens before it in the cut block
         back as residual with their decoded values. Either way no rows are kept for the block before.
         """
-        if not 0 <= n <= len(self):
-            raise ValueError(f"n must be between 0 and the length {len(self)}, got {n}")
-        self._k.truncate(n)
-        self._v.truncate(n)
+        old = [len(row) for row in self._k]
+        counts = [n] * len(old) if isinstance(n, (int, np.integer)) else list(n) or old
+        highest = [max(old)] * len(old) if isinstance(n, (int, np.integer)) else old
+        for count, most in zip(counts, highest, strict=True):
+            if not 0 <= count <= most:
+                raise ValueError(f"n must be between 0 and the length {most}, got {count}")
+        for b, count in enumerate(counts):
+            if count < old[b]:
+                self._k[b].truncate(count)
+                self._v[b].truncate(count)
+
+    def select(self, idx: ArrayLike) -> None:
+        """Keep the rows of *idx*, in this order, with repeats or without."""
+        rows = np.asarray(idx, np.int64).tolist()
+        source = rows or [int(np.argmax([len(row) for row in self._k]))]
+        self._k = [copy.deepcopy(self._k[row]) for row in source]
+        self._v = [copy.deepcopy(self._v[row]) for row in source]
+        self.spec = dataclasses.replace(self.spec, batch_size=len(rows))
+
+    def reorder(self, idx: ArrayLike) -> None:
+        """Row i becomes what row idx[i] was."""
+        self.select(idx)
+
+    def repeat_interleave(self, n: int) -> None:
+        """*n* rows in place of each."""
+        self.select(np.repeat(np.arange(self.spec.batch_size), n))
 
     def keys(self) -> F32:
-        """Decoded keys, float32 [B, H_kv, length, D]."""
-        return np.array(self._k.decoded())
+        """Decoded keys, float32 [B, H_kv, length, D]; zeros past the length of a row."""
+        return self._decoded(self._k, self.spec.head_dim)
 
     def values(self) -> F32:
-        """Decoded values, float32 [B, H_kv, length, Dv]."""
-        return np.array(self._v.decoded())
+        """Decoded values, float32 [B, H_kv, length, Dv]; zeros past the length of a row."""
+        return self._decoded(self._v, self.spec.v_head_dim)
+
+    def _decoded(self, rows: Sequence[_FloatRows | _CodeKeys | _CodeValues], dim: int) -> F32:
+        out = np.zeros((self.spec.batch_size, self.spec.num_kv_heads, len(self), dim), np.float32)
+        for b in range(self.spec.batch_size):
+            out[b, :, : len(rows[b])] = rows[b].decoded()[0]
+        return out
 
     def k_state(self) -> dict[str, Any]:
-        """Copies of the arrays that hold the keys.
+        """Copies of the arrays that hold the keys, of rows of one length.
 
         Codes: ``sinks`` [B, H, 0..4, D], ``codes`` [B, H, nblocks, 32, D], ``lo`` and ``scale`` [B, H, nblocks, D],
         ``residual`` [B, H, 0..31, D], ``kept`` [B, H, 32, D] or None. Float formats: ``rows`` [B, H, length, D].
         """
-        return self._k.state()
+        return _joined([row.state() for row in self._k])
 
     def v_state(self) -> dict[str, Any]:
-        """Copies of the arrays that hold the values.
+        """Copies of the arrays that hold the values, of rows of one length.
 
         Codes: ``sinks`` [B, H, 0..4, Dv], ``codes`` [B, H, n, Dv], ``lo`` and ``scale`` [B, H, n]. Float formats:
         ``rows`` [B, H, length, Dv].
         """
-        return self._v.state()
+        return _joined([row.state() for row in self._v])
 
     def freeze(self, consume: bool = False) -> ReferenceKVCache:
         """A copy of the state; with *consume* this cache is empty afterwards."""
@@ -506,3 +566,9 @@ class ReferenceKVCache:
     def unfreeze(self) -> ReferenceKVCache:
         """A cache that goes on from this state."""
         return copy.deepcopy(self)
+
+
+def _joined(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """States of single rows as one of a batch; None where a row has None."""
+    parts = {name: [state[name] for state in states] for name in states[0]}
+    return {name: None if any(part is None for part in rows) else np.concatenate(rows) for name, rows in parts.items()}

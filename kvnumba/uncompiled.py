@@ -7,20 +7,26 @@ checks, attention in float64.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvnumba import cache, checks, reference
-from kvnumba.buffers import LENGTH, allocate_store
+from kvnumba.buffers import LENGTH, KVBuffers, allocate, allocate_store
 from kvnumba.functional import Request
 
 FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
 
 
-def attend(request: Request, k: FloatArray, v: FloatArray) -> Any:
-    """A checked call of attention over float32 keys [B, H, T, D] and values [B, H, T, Dv], by the reference."""
+def attend(request: Request, k: FloatArray, v: FloatArray, lengths: list[int] | None = None) -> Any:
+    """A checked call of attention over float32 keys [B, H, T, D] and values [B, H, T, Dv], by the reference.
+
+    *lengths*: tokens of each row; all of them if None.
+    """
     x = request.extras
     options: dict[str, Any] = {}
     if x is not None:
@@ -32,7 +38,14 @@ def attend(request: Request, k: FloatArray, v: FloatArray) -> Any:
             "sink_logits": x.sink_logits if x.sink_logits.size else None,
         }
     result, lse = reference.attention(
-        request.query, k, v, causal=bool(request.causal), sm_scale=request.scale, return_lse=True, **options
+        request.query,
+        k,
+        v,
+        causal=bool(request.causal),
+        sm_scale=request.scale,
+        lengths=lengths,
+        return_lse=True,
+        **options,
     )
     out = result.astype(request.dtype)
     if request.out is not None:
@@ -54,20 +67,28 @@ class KVCache(cache.KVCache):
             v_head_dim=s.v_head_dim,
         )  # fmt: skip
 
-    def _write(self, k: FloatArray, v: FloatArray) -> None:
+    def _write(self, k: FloatArray, v: FloatArray, counts: IntArray | None = None) -> None:
         self._refuse(k, v)
-        self._twin.append(k, v)
+        self._twin.append(k, v, lengths=counts)
         self._count()
 
     def _run(self, request: Request) -> Any:
-        return attend(request, self.keys(), self.values())
+        return attend(request, self.keys(), self.values(), self.lengths)
 
-    def _cut(self, n: int) -> None:
-        self._twin.truncate(n)
+    def _cut(self, lengths: list[int]) -> None:
+        self._twin.truncate(lengths)
         self._count()
 
+    def _choose(self, rows: list[int]) -> None:
+        super()._choose(rows)
+        self._twin.select(rows)
+
+    def _taken(self, rows: Sequence[int], capacity: int) -> KVBuffers:
+        spec = replace(self.spec, batch_size=len(rows))
+        return allocate(spec, 0)._replace(state=self._state_of(rows))
+
     def _count(self) -> None:
-        self._buffers.state[:, LENGTH] = len(self._twin)
+        self._buffers.state[:, LENGTH] = self._twin.lengths or len(self._twin)
 
     def keys(self) -> FloatArray:
         return self._twin.keys()
@@ -102,6 +123,9 @@ class QuantizedCache(cache.QuantizedCache):
             self._twin = reference.ReferenceKVCache(heads, dim, k_format=format, v_format=format)
         self._twin.append(rows, rows)
         self._state[:, LENGTH] = len(self._twin)
+
+    def _taken(self, capacity: int) -> Any:
+        return self._store
 
     def _decoded(self) -> FloatArray:
         return self._twin.keys() if self.layout == "per_channel" else self._twin.values()

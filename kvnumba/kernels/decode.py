@@ -119,7 +119,7 @@ def _decode_token(store, b, h, token, length, out):
 
 @exact
 def decode_store(store, state, out):
-    """out[b, h, t] = token t as float32 row, for out [B, H, length, D]."""
+    """out[b, h, t] = token t as float32 row, for out [B, H, T, D]; what lies past the length of a row is left alone."""
     for b in range(out.shape[0]):
         for h in range(out.shape[1]):
             at = (b * out.shape[1] + h) * out.shape[2] * out.shape[3]

@@ -19,7 +19,7 @@ from numba.extending import intrinsic, overload
 
 from kvnumba._jit import exact, inner, sums
 from kvnumba.buffers import Float32Rows, FloatRows, KVBuffers
-from kvnumba.kernels.append import append_checked
+from kvnumba.kernels.append import append_checked, append_some_checked
 from kvnumba.kernels.attention import few_units, many_units
 
 #: Items of a map for one array: its address and five lengths.
@@ -32,6 +32,7 @@ class Entries(NamedTuple):
     """Compiled functions for one pair of formats; *map* is what `map_buffers` returns."""
 
     append: Callable[..., int]  #: (map, k, v) -> as `kernels.append.append_checked`
+    append_some: Callable[..., int]  #: (map, k, v, counts): of row b the first counts[b] tokens
     few: Callable[..., bool]  #: (map, q, out, lse, sm_scale, causal, first, last) -> whether the result is finite
     many: Callable[..., bool]  #: as few
 
@@ -110,6 +111,10 @@ def _make(k_kind: type, v_kind: type) -> Entries:
     def append_tokens(entries, k, v):
         return append_checked(open_buffers(entries, k_kind, v_kind), k, v)
 
+    @exact
+    def append_some_tokens(entries, k, v, counts):
+        return append_some_checked(open_buffers(entries, k_kind, v_kind), k, v, counts)
+
     @sums
     def attend_few(entries, q, out, lse, sm_scale, causal, first, last):
         buffers = open_buffers(entries, k_kind, v_kind)
@@ -120,4 +125,4 @@ def _make(k_kind: type, v_kind: type) -> Entries:
         buffers = open_buffers(entries, k_kind, v_kind)
         return many_units(buffers, q, out, lse, sm_scale, causal != 0, None, first, last)
 
-    return Entries(append_tokens, attend_few, attend_many)
+    return Entries(append_tokens, append_some_tokens, attend_few, attend_many)
