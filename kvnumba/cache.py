@@ -232,11 +232,12 @@ class KVCache(Freezable):
             An int must be from 0 to ``len(cache)``; rows that are shorter stay as they are. Each n[b] must be from 0 to
             the length of row b.
         """
-        rows = len(self._lengths())
+        old = self._lengths()
         if isinstance(n, (list, tuple, np.ndarray)):
-            kept = checks.per_row("n", n, self.lengths, "the length of the row") or self._lengths()
+            kept = checks.per_row("n", n, self.lengths, "the length of the row") or old
         else:
-            kept = [checks.length("n", n, len(self))] * rows
+            most = checks.length("n", n, len(self))
+            kept = [min(length, most) for length in old]
         self._cut(kept)
 
     def _cut(self, lengths: list[int]) -> None:

@@ -85,7 +85,7 @@ class KVCache(cache.KVCache):
 
     def _taken(self, rows: Sequence[int], capacity: int) -> KVBuffers:
         spec = replace(self.spec, batch_size=len(rows))
-        return allocate(spec, 0)._replace(state=self._state_of(rows))
+        return allocate(spec, capacity)._replace(state=self._state_of(rows))
 
     def _count(self) -> None:
         self._buffers.state[:, LENGTH] = self._twin.lengths or len(self._twin)

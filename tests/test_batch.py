@@ -37,7 +37,9 @@ def test_k07_reorder_takes_whole_rows_and_is_exact(rng, k_format, v_format):
         for each in (cache, reference):
             each.append(k, v)
     assert same(cache, reference)
-    assert bit_equal(cache.keys()[0, :, :78], cache.keys()[1, :, :78])
+    common = 68  # the residual of keys is sealed with the tokens that came later
+    assert bit_equal(cache.keys()[0, :, :common], cache.keys()[1, :, :common])
+    assert bit_equal(cache.values()[0, :, :78], cache.values()[1, :, :78])
     assert not bit_equal(cache.keys()[0, :, 78:], cache.keys()[1, :, 78:])
 
 
