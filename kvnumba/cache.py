@@ -138,17 +138,17 @@ class KVCache(Freezable):
     def _write(self, k: FloatArray, v: FloatArray, counts: IntArray | None = None) -> None:
         if self._sharing is not None and k.shape[2] > 0:
             self._claim(self._after(k, counts))
-        status = self._store(k, v, counts)
+        to = self._target
+        if counts is None:
+            status = to.entries.append(to.map, k, v)
+        else:
+            status = to.entries.append_some(to.map, k, v, counts)
         if status == NO_ROOM:
             self.reserve(max(*self._after(k, counts), 2 * self.capacity))
-            status = self._store(k, v, counts)
-        if status == NOT_FINITE:
+            self._write(k, v, counts)
+        elif status == NOT_FINITE:
             self._unclaim()
             self._refuse(k, v)
-
-    def _store(self, k: FloatArray, v: FloatArray, counts: IntArray | None) -> int:
-        to = self._target
-        return to.entries.append(to.map, k, v) if counts is None else to.entries.append_some(to.map, k, v, counts)
 
     def _after(self, k: FloatArray, counts: IntArray | None) -> list[int]:
         """`_lengths` when the tokens of *k*, of which row b takes counts[b], are stored."""
