@@ -160,7 +160,7 @@ def target(buffers: KVBuffers) -> Target:
     batch, heads, _, dim = buffers.k[0].shape
     v_dim = buffers.v[0].shape[3]
     entries = entries_of(type(buffers.k), type(buffers.v))
-    scale, quick_work = checks.scale(None, dim), SHARED_WORK * dim // (dim + v_dim) if COMPILED else -1
+    scale, quick_work = checks.scale(None, dim), SHARED_WORK * dim // (dim + v_dim)
     return Target(buffers, map_buffers(buffers), entries, (batch, heads, dim), v_dim, scale, quick_work)
 
 
