@@ -3,6 +3,7 @@
 from kvnumba._jit import COMPILED
 from kvnumba._version import __version__
 from kvnumba.cache import KVCache, QuantizedCache
+from kvnumba.container import KVCaches, layer_formats
 from kvnumba.functional import attention, merge_attention
 from kvnumba.growing import ConcatCache, InPlaceCache
 from kvnumba.quantization import (
@@ -20,18 +21,22 @@ from kvnumba.warm import warmup
 if not COMPILED:
     from kvnumba.uncompiled import KVCache, QuantizedCache
 
+    KVCaches._kind = KVCache
+
 __all__ = [
     "FORMATS",
     "CacheSpec",
     "ConcatCache",
     "InPlaceCache",
     "KVCache",
+    "KVCaches",
     "QuantizedCache",
     "QuantizedTensor",
     "Snapshot",
     "__version__",
     "attention",
     "get_num_threads",
+    "layer_formats",
     "merge_attention",
     "nbytes",
     "pack_nibbles",

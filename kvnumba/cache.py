@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba import checks
+from kvnumba import checks, interchange
 from kvnumba.buffers import (
     LENGTH,
     FloatRows,
@@ -355,6 +355,46 @@ class KVCache(Freezable):
         # Arrays may come back read-only, and anywhere in memory.
         self._own(self._taken(range(self._spec.batch_size), capacity))
 
+    def save(self, path: Any) -> None:
+        """Write the stored tokens, bit for bit, to a file that `load` reads (docs/file_format.md).
+
+        Parameters
+        ----------
+        path : str or path
+            Taken as it is; what was there is replaced, at once and only when all is written.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written. What was there is untouched.
+        """
+        interchange.save_layers(path, "KVCache", [(self._spec, self._buffers)])
+
+    @classmethod
+    def load(cls, path: Any) -> KVCache:
+        """A cache that goes on from what `save` wrote. Room to spare is not saved: `reserve` makes it.
+
+        Raises
+        ------
+        OSError
+            There is no such file, or it cannot be read.
+        ValueError
+            A damaged file, or one of another class or of another version of the format.
+        """
+        layers = interchange.load_layers(path, "KVCache", cls._restored)
+        if len(layers) != 1:
+            raise ValueError(f"path must be a file of one layer, got {len(layers)}")
+        return layers[0]
+
+    @classmethod
+    def _restored(cls, spec: CacheSpec, buffers: KVBuffers) -> KVCache:
+        cache = cls(
+            spec.num_kv_heads, spec.head_dim, k_format=spec.k_format, v_format=spec.v_format,
+            batch_size=spec.batch_size, v_head_dim=spec.v_head_dim,
+        )  # fmt: skip
+        cache._own(buffers)
+        return cache
+
     # ---- what it is
 
     def __len__(self) -> int:
@@ -537,6 +577,26 @@ class QuantizedCache(Freezable):
 
     def _held(self) -> tuple[int, SharedBytes]:
         return stores_held(() if self._store is None else (self._store,), self._lengths())
+
+    def save(self, path: Any) -> None:
+        """Write the stored tokens to a file, as `KVCache.save`."""
+        settings = {
+            "layout": self._layout,
+            "bits": self._bits,
+            "lead": None if self._lead is None else list(self._lead),
+            "dim": self._dim,
+        }
+        interchange.save_codes(path, settings, self._store, self._state)
+
+    @classmethod
+    def load(cls, path: Any) -> QuantizedCache:
+        """A cache that goes on from what `save` wrote, as `KVCache.load`."""
+        settings, store, state = interchange.load_codes(path, lambda found: cls(found["layout"], found["bits"])._kind)
+        cache = cls(settings["layout"], settings["bits"])
+        if store is not None:
+            cache._lead, cache._dim = tuple(settings["lead"]), _head_dim("dim", settings["dim"])
+            cache._store, cache._state = store, state
+        return cache
 
     def __len__(self) -> int:
         return int(self._state[0, LENGTH])

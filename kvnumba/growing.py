@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba import checks
+from kvnumba import checks, interchange
 from kvnumba.snapshot import Freezable, SharedBytes
 
 _FLOATS = ("float16", "float32", "float64", "bfloat16")
@@ -179,6 +179,24 @@ class ConcatCache(_Growing):
         """The dtype of the first tokens; None before they came."""
         return None if self._buffer is None else self._buffer.dtype
 
+    def save(self, path: Any) -> None:
+        """Write the stored tokens to a file, as `KVCache.save`."""
+        array = self._buffer
+        interchange.save_array(path, "ConcatCache", self._axis, None if array is None else array.dtype.name, array)
+
+    @classmethod
+    def load(cls, path: Any) -> ConcatCache:
+        """A cache that goes on from what `save` wrote, as `KVCache.load`."""
+        axis, dtype, array = interchange.load_array(path, "ConcatCache", _dtype_named)
+        cache = cls(axis)
+        if array is not None:
+            cache._buffer, cache._length = array, array.shape[axis]
+        elif dtype is not None:
+            raise ValueError(
+                f"path must be a file whose dtype is that of its tokens, got {dtype} and none; save it again"
+            )
+        return cache
+
     def _storage(self) -> np.dtype[Any]:
         return np.dtype(np.float32) if self._buffer is None else self._buffer.dtype
 
@@ -281,6 +299,20 @@ class InPlaceCache(_Growing):
         self._leave()
         self._buffer, self._length, self._reallocs = None, 0, 0
 
+    def save(self, path: Any) -> None:
+        """Write the stored tokens to a file, as `KVCache.save`."""
+        array = None if self._buffer is None else self._stored()
+        interchange.save_array(path, "InPlaceCache", self._axis, self._format, array)
+
+    @classmethod
+    def load(cls, path: Any) -> InPlaceCache:
+        """A cache that goes on from what `save` wrote, as `KVCache.load`; it has no room to spare."""
+        axis, dtype, array = interchange.load_array(path, "InPlaceCache", _storage_of)
+        cache = cls(axis, dtype)
+        if array is not None:
+            cache._buffer, cache._length = array, array.shape[axis]
+        return cache
+
     @property
     def capacity(self) -> int:
         """Tokens that fit before the buffer must grow; before the first tokens, those that room will be made for."""
@@ -299,7 +331,7 @@ class InPlaceCache(_Growing):
         return np.dtype(self._format)
 
     def _storage(self) -> np.dtype[Any]:
-        return np.dtype(np.uint16 if self._format == "bfloat16" else self._format)
+        return _storage_of(self._format)
 
     def _room(self, shape: tuple[int, ...], capacity: int) -> npt.NDArray[Any]:
         # Zeros, not empty: memory that is given out anew may hold tokens of another cache.
@@ -342,6 +374,21 @@ def _float_dtype(array: npt.NDArray[Any]) -> np.dtype[Any]:
         dtype: np.dtype[Any] = array.dtype.newbyteorder("=")
         return dtype
     return np.dtype(np.float64 if array.dtype.kind == "f" else np.float32)
+
+
+def _dtype_named(name: str | None) -> np.dtype[Any]:
+    """The dtype in which a ConcatCache keeps numbers called *name*."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    dtype = checks.bfloat16()
+    if dtype is None:
+        raise ValueError("path must be a file of numbers that NumPy knows, got bfloat16; install ml_dtypes")
+    return dtype
+
+
+def _storage_of(format: str | None) -> np.dtype[Any]:
+    """The dtype in which an InPlaceCache keeps a format."""
+    return np.dtype(np.uint16 if format == "bfloat16" else _stored_format(format))
 
 
 def _stored_format(dtype: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba import checks
+from kvnumba import checks, storage
 from kvnumba.kernels.packing import pack_nibbles_rows, unpack_nibbles_rows
 from kvnumba.kernels.quantize import dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 from kvnumba.spec import BLOCK, row_bytes
@@ -64,10 +64,31 @@ class QuantizedTensor:
             raise ValueError(f'block_size must be None for the layout "per_token", got {self.block_size}')
         if len(self.shape) < needed or self.shape[-1] < 1 or min(self.shape) < 0:
             raise ValueError(f"shape must have {needed} or more axes and at least one channel, got {self.shape}")
-        groups = (*self.shape[:-2], -(-self.shape[-2] // block), self.shape[-1]) if block else tuple(self.shape[:-1])
-        _part("codes", self.codes, np.uint8, (*self.shape[:-1], row_bytes(self.shape[-1], self.bits)))
+        packed, groups = _part_shapes(self.shape, self.bits, block)
+        _part("codes", self.codes, np.uint8, packed)
         _part("lo", self.lo, np.float32, groups)
         _part("scale", self.scale, np.float32, groups)
+
+    def save(self, path: Any) -> None:
+        """Write codes and parameters to a file that `load` reads; *path* as for `KVCache.save`."""
+        settings = {
+            "bits": int(self.bits),
+            "layout": str(self.layout),
+            "shape": [int(n) for n in self.shape],
+            "block_size": None if self.block_size is None else int(self.block_size),
+        }
+        arrays = (np.ascontiguousarray(array) for array in (self.codes, self.lo, self.scale))
+        storage.write(path, "QuantizedTensor", settings, _plan(settings), arrays)
+
+    @classmethod
+    def load(cls, path: Any) -> QuantizedTensor:
+        """What `save` wrote; OSError and ValueError as of `KVCache.load`."""
+        with storage.reading(path, "QuantizedTensor", _plan) as (settings, fill):
+            packed, groups, _ = (part.shape for part in _plan(settings))
+            codes, lo, scale = np.empty(packed, np.uint8), np.empty(groups, np.float32), np.empty(groups, np.float32)
+            for array in (codes, lo, scale):
+                fill(array)
+        return cls(codes, lo, scale, **{**settings, "shape": tuple(settings["shape"])})
 
     def unpacked(self) -> Codes:
         """Return the codes as uint8 of the full shape, one a byte, in a fresh array."""
@@ -258,6 +279,29 @@ def _rows(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _heads(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """*array* [..., S, D] as [h, S, D], over the same memory."""
     return array.reshape(-1, *array.shape[-2:])
+
+
+def _part_shapes(shape: tuple[int, ...], bits: int, block: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the codes and of the parameters; *block* is 0 for groups of one token."""
+    groups = (*shape[:-2], -(-shape[-2] // block), shape[-1]) if block else shape[:-1]
+    return (*shape[:-1], row_bytes(shape[-1], bits)), tuple(groups)
+
+
+def _plan(settings: storage.Settings) -> list[storage.Part]:
+    """The arrays that a file of a QuantizedTensor holds."""
+    storage.keys_of("its settings", settings, ("bits", "layout", "shape", "block_size"))
+    bits = storage.integer("bits", settings["bits"], 4, 8)
+    per_channel = storage.word("layout", settings["layout"], ("per_channel", "per_token")) == "per_channel"
+    shape = storage.shape_of("shape", settings["shape"], 2 if per_channel else 1)
+    if bits not in (4, 8) or shape[-1] < 1 or (settings["block_size"] is None) == per_channel:
+        raise storage.fault("bits, layout, shape and block_size must be those of a QuantizedTensor")
+    block = storage.integer("block_size", settings["block_size"], 1, 1 << 62) if per_channel else 0
+    packed, groups = _part_shapes(shape, bits, block)
+    return [
+        storage.Part("codes", "U8", packed),
+        storage.Part("lo", "F32", groups),
+        storage.Part("scale", "F32", groups),
+    ]
 
 
 def _part(name: str, array: Any, dtype: type, shape: tuple[int, ...]) -> None:

@@ -23,6 +23,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "kernels/codes.py",
         "kernels/decode.py",
         "kernels/encode.py",
+        "kernels/interchange.py",
         "kernels/panels.py",
         "kernels/quantize.py",
         "kernels/rows.py",
@@ -34,7 +35,9 @@ FLOORS: dict[int, tuple[str, ...]] = {
     4: (
         "functional.py",
         "cache.py",
+        "container.py",
         "growing.py",
+        "interchange.py",
         "kernels/__init__.py",
         "kernels/entry.py",
         "quantization.py",
