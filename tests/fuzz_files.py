@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -151,7 +152,7 @@ def reset(data: bytes, rng: random.Random) -> bytes:
     settings = json.loads(json.loads(data[8:size])["__metadata__"]["settings"])
     for _ in range(rng.randint(1, 2)):
         container, key = rng.choice(_places(settings))
-        container[key] = rng.choice(VALUES)
+        container[key] = copy.deepcopy(rng.choice(VALUES))
     kind, text = settings.pop("class", None), ""
     try:
         parts = PLANS[kind](settings)
