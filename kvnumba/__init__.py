@@ -17,9 +17,10 @@ from kvnumba.snapshot import Snapshot, nbytes
 from kvnumba.spec import FORMATS, CacheSpec
 from kvnumba.threads import get_num_threads, set_num_threads
 from kvnumba.warm import warmup
+from kvnumba.window import WindowedKVCache
 
 if not COMPILED:
-    from kvnumba.uncompiled import KVCache, QuantizedCache
+    from kvnumba.uncompiled import KVCache, QuantizedCache, WindowedKVCache
 
     KVCaches._kind = KVCache
 
@@ -33,6 +34,7 @@ __all__ = [
     "QuantizedCache",
     "QuantizedTensor",
     "Snapshot",
+    "WindowedKVCache",
     "__version__",
     "attention",
     "get_num_threads",

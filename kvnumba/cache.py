@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,9 @@ class KVCache(Freezable):
         Tokens to make room for at once; more room is made by doubling.
     v_head_dim : int, optional
         Channels of a value; *head_dim* if None.
+    window : int, optional
+        Keep the first 4 tokens and the newest only, in constant memory: a query at position p sees them and the keys
+        from p - window + 1 on. See the notes.
 
     Notes
     -----
@@ -64,7 +67,23 @@ class KVCache(Freezable):
 
     Large calls are shared between threads (`kvnumba.set_num_threads`); results do not depend on their number.
     One cache may be read (`attend`, `keys`, `values`) by any number of threads at once, but not while it is changed.
+
+    With a window, ``len`` still counts every token; `keys` and `values` are those in memory, at `positions`. The memory
+    has room for the window and about a third more. `attend` takes as many queries as still have their whole window;
+    `step` takes prompts of any length. At least the newest 64 tokens can be cut. ``window=(left, right)`` of `attend`,
+    within the window of the cache, hides the first tokens too. Rows must hold the same number of tokens, and there are
+    no `buffers`.
     """
+
+    #: The class of caches with a window.
+    _windowed: ClassVar[Any] = None
+
+    def __new__(cls, *args: Any, window: int | None = None, **options: Any) -> KVCache:
+        if window is None or cls._windowed is None:
+            return object.__new__(cls)
+        if not issubclass(cls._windowed, cls):
+            raise TypeError(f"window must be None for {cls.__name__}; derive the class from {cls._windowed.__name__}")
+        return object.__new__(cls._windowed)
 
     def __init__(
         self,
@@ -76,6 +95,7 @@ class KVCache(Freezable):
         batch_size: int = 1,
         capacity: int = 0,
         v_head_dim: int | None = None,
+        window: int | None = None,
     ) -> None:
         self._spec = CacheSpec(
             num_kv_heads=checks.positive_int("num_kv_heads", num_kv_heads),
@@ -84,6 +104,7 @@ class KVCache(Freezable):
             k_format=checks.format("k_format", k_format),
             v_format=checks.format("v_format", v_format),
             batch_size=checks.count("batch_size", batch_size),
+            window=None if window is None else checks.positive_int("window", window),
         )
         self._wanted = checks.count("capacity", capacity)
         self._k_coded, self._v_coded = is_coded(self._spec.k_format), is_coded(self._spec.v_format)
@@ -144,7 +165,7 @@ class KVCache(Freezable):
         else:
             status = to.entries.append_some(to.map, k, v, counts)
         if status == NO_ROOM:
-            self.reserve(max(*self._after(k, counts), 2 * self.capacity))
+            self.reserve(self._grown(max(self._after(k, counts))))
             self._write(k, v, counts)
         elif status == NOT_FINITE:
             self._unclaim()
@@ -183,10 +204,10 @@ class KVCache(Freezable):
             In the dtype of *q*. A query that sees no key, as in a row without tokens, gives 0 and lse -inf.
         """
         if not options and lengths is None:
-            out = quick(self._target, len(self), q, causal)
+            out = quick(self._target, self._stored(), q, causal)
             if out is not None:
                 return out
-        request = prepare(self._buffers, len(self), q, causal=causal, **options)
+        request = self._prepared(q, len(self), causal=causal, **options)
         return self._run(request) if lengths is None else self._run_some(request, lengths)
 
     def step(self, q: Any, k: Any, v: Any, *, lengths: Any = None, **options: Any) -> Any:
@@ -196,17 +217,21 @@ class KVCache(Freezable):
         """
         k, v = self._checked(k, v)
         if lengths is None:
-            request = prepare(self._buffers, len(self) + k.shape[2], q, **options)
+            request = self._prepared(q, len(self) + k.shape[2], **options)
             self._write(k, v)
             return self._run(request)
         k, v, counts = self._padded(k, v, lengths)
-        request = prepare(self._buffers, max(self._after(k, counts)), q, **options)
+        request = self._prepared(q, max(self._after(k, counts)), **options)
         checks.same_length("q", request.query, "k", k)
         self._write(k, v, counts)
         return self._run(request) if counts is None else self._run_some(request, counts.tolist())
 
+    def _prepared(self, q: Any, length: int, **options: Any) -> Request:
+        """A checked call of `attend` for when *length* tokens are stored."""
+        return prepare(self._buffers, length, q, **options)
+
     def _run(self, request: Request) -> Any:
-        return run(self._target, len(self), request)
+        return run(self._target, self._stored(), request)
 
     def _run_some(self, request: Request, lengths: Any) -> Any:
         """`_run` of the first lengths[b] queries of each row."""
@@ -232,13 +257,15 @@ class KVCache(Freezable):
             An int must be from 0 to ``len(cache)``; rows that are shorter stay as they are. Each n[b] must be from 0 to
             the length of row b.
         """
+        self._cut(self._cuts(n))
+
+    def _cuts(self, n: Any) -> list[int]:
+        """`_lengths` after a cut to *n*, checked."""
         old = self._lengths()
         if isinstance(n, (list, tuple, np.ndarray)):
-            kept = checks.per_row("n", n, self.lengths, "the length of the row") or old
-        else:
-            most = checks.length("n", n, len(self))
-            kept = [min(length, most) for length in old]
-        self._cut(kept)
+            return checks.per_row("n", n, self.lengths, "the length of the row") or old
+        most = checks.length("n", n, len(self))
+        return [min(length, most) for length in old]
 
     def _cut(self, lengths: list[int]) -> None:
         truncate_rows(self._buffers, np.array(lengths, np.int64), not self._settle())
@@ -290,15 +317,21 @@ class KVCache(Freezable):
         self._target = target(buffers)
 
     def keys(self) -> FloatArray:
-        """All keys, decoded: a new float32 array [B, H_kv, length, D], with zeros past the length of a row."""
+        """All keys, decoded: a new float32 array [B, H_kv, length, D], with zeros past the length of a row.
+
+        With a window only those at `positions`.
+        """
         return self._decoded(self._buffers.k, self._spec.head_dim)
 
     def values(self) -> FloatArray:
-        """All values, decoded: a new float32 array [B, H_kv, length, Dv], with zeros past the length of a row."""
+        """All values, decoded: a new float32 array [B, H_kv, length, Dv], with zeros past the length of a row.
+
+        With a window only those at `positions`.
+        """
         return self._decoded(self._buffers.v, self._spec.v_head_dim)
 
     def _decoded(self, store: Any, dim: int) -> FloatArray:
-        out = np.zeros((self._spec.batch_size, self._spec.num_kv_heads, len(self), dim), np.float32)
+        out = np.zeros((self._spec.batch_size, self._spec.num_kv_heads, self._stored(), dim), np.float32)
         decode_store(store, self._buffers.state, out)
         return out
 
@@ -309,10 +342,12 @@ class KVCache(Freezable):
             self._own(self._taken(range(self._spec.batch_size), wanted))
 
     def _part(self, capacity: int = 0) -> None:
-        if capacity > self.capacity:
-            capacity = max(capacity, 2 * self.capacity)
-        wanted = usable_capacity(self._spec, max(capacity, self.capacity))
+        wanted = usable_capacity(self._spec, self._grown(capacity) if capacity > self.capacity else self.capacity)
         self._own(self._taken(range(self._spec.batch_size), wanted))
+
+    def _grown(self, needed: int) -> int:
+        """The capacity to go on with where *needed* tokens do not fit."""
+        return max(needed, 2 * self.capacity)
 
     def _taken(self, rows: Sequence[int], capacity: int) -> KVBuffers:
         """Buffers of the tokens of *rows*, and of nothing else."""
@@ -346,7 +381,7 @@ class KVCache(Freezable):
         state = {
             name: value for name, value in self.__dict__.items() if name not in ("_target", "_sharing", "_exposed")
         }
-        live = self._taken(range(self._spec.batch_size), usable_capacity(self._spec, len(self)))
+        live = self._taken(range(self._spec.batch_size), usable_capacity(self._spec, self._stored()))
         return {**state, "_buffers": live, "_capacity": self.capacity}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -368,7 +403,7 @@ class KVCache(Freezable):
         OSError
             The file cannot be written. What was there is untouched.
         """
-        interchange.save_layers(path, "KVCache", [(self._spec, self._buffers)])
+        interchange.save_layers(path, "KVCache", [self._layer()])
 
     @classmethod
     def load(cls, path: Any) -> KVCache:
@@ -386,18 +421,30 @@ class KVCache(Freezable):
             raise ValueError(f"path must be a file of one layer, got {len(layers)}")
         return layers[0]
 
+    def _layer(self) -> interchange.Layer:
+        """What a file holds of this cache."""
+        return interchange.Layer(self._spec, self._buffers, 0)
+
     @classmethod
-    def _restored(cls, spec: CacheSpec, buffers: KVBuffers) -> KVCache:
+    def _restored(cls, layer: interchange.Layer) -> KVCache:
+        spec = layer.spec
         cache = cls(
             spec.num_kv_heads, spec.head_dim, k_format=spec.k_format, v_format=spec.v_format,
-            batch_size=spec.batch_size, v_head_dim=spec.v_head_dim,
+            batch_size=spec.batch_size, v_head_dim=spec.v_head_dim, window=spec.window,
         )  # fmt: skip
-        cache._own(buffers)
+        cache._restore(layer)
         return cache
+
+    def _restore(self, layer: interchange.Layer) -> None:
+        self._own(layer.buffers)
 
     # ---- what it is
 
     def __len__(self) -> int:
+        return self._stored()
+
+    def _stored(self) -> int:
+        """Tokens in memory of the longest row."""
         state = self._buffers.state  # compiled code of the user may have changed it
         return state.item(0) if len(state) == 1 else max(self._lengths())
 
@@ -412,13 +459,18 @@ class KVCache(Freezable):
         return self._lengths()[: self._spec.batch_size]
 
     def _lengths(self) -> list[int]:
-        """`lengths`; of a cache without rows the one number that ``len`` is."""
+        """Tokens in memory of each row; of a cache without rows one number all the same."""
         lengths: list[int] = self._buffers.state[:, LENGTH].tolist()
         return lengths
 
     @property
+    def positions(self) -> IntArray:
+        """Positions of the tokens that `keys` and `values` return: int64, 0 to length - 1 unless there is a window."""
+        return np.arange(self._stored())
+
+    @property
     def capacity(self) -> int:
-        """Tokens that fit before the next growth."""
+        """Tokens that fit into memory before it must grow."""
         return min(store_capacity(self._buffers.k), store_capacity(self._buffers.v))
 
     @property
@@ -439,7 +491,7 @@ class KVCache(Freezable):
         return self._buffers
 
     def _held(self) -> tuple[int, SharedBytes]:
-        return stores_held(self._buffers[:2], self.lengths)
+        return stores_held(self._buffers[:2], self._lengths()[: self._spec.batch_size])
 
     @property
     def nbytes_allocated(self) -> int:
@@ -449,9 +501,10 @@ class KVCache(Freezable):
     def __repr__(self) -> str:
         s = self._spec
         values = f", v_head_dim={s.v_head_dim}" if s.v_head_dim != s.head_dim else ""
+        window = "" if s.window is None else f", window={s.window}"
         return (
             f"KVCache(num_kv_heads={s.num_kv_heads}, head_dim={s.head_dim}{values}, k_format={s.k_format!r}, "
-            f"v_format={s.v_format!r}, batch_size={s.batch_size}, length={len(self)}, capacity={self.capacity})"
+            f"v_format={s.v_format!r}, batch_size={s.batch_size}{window}, length={len(self)}, capacity={self.capacity})"
         )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+import numpy as np
+
 from kvnumba import checks, interchange
 from kvnumba.cache import KVCache
-from kvnumba.snapshot import Snapshot
+from kvnumba.snapshot import Snapshot, nbytes
 
 
 class KVCaches(Sequence[KVCache]):
@@ -17,7 +19,7 @@ class KVCaches(Sequence[KVCache]):
     ----------
     num_layers : int
         At least 1.
-    num_kv_heads, head_dim, v_head_dim, k_format, v_format
+    num_kv_heads, head_dim, v_head_dim, k_format, v_format, window
         As of `KVCache`; each for all layers, or a sequence with an entry for each.
     batch_size, capacity : int
         As of `KVCache`, for all layers.
@@ -42,6 +44,7 @@ class KVCaches(Sequence[KVCache]):
         batch_size: int = 1,
         capacity: int = 0,
         v_head_dim: int | Sequence[int] | None = None,
+        window: int | Sequence[int | None] | None = None,
     ) -> None:
         count = checks.positive_int("num_layers", num_layers)
         given = {
@@ -50,6 +53,7 @@ class KVCaches(Sequence[KVCache]):
             "v_head_dim": v_head_dim,
             "k_format": k_format,
             "v_format": v_format,
+            "window": window,
         }
         options = [_each(name, value, count) for name, value in given.items()]
         self._layers = [
@@ -73,11 +77,45 @@ class KVCaches(Sequence[KVCache]):
 
     # ---- state
 
-    def truncate(self, n: int) -> None:
-        """Keep the first *n* tokens of every layer, 0 to `length`; layers that are ahead lose the others too."""
-        n = checks.length("n", n, self.length)
+    def truncate(self, n: Any) -> None:
+        """Keep the first *n* tokens of every row of every layer, or n[b] of row b; every layer must have as many.
+
+        Layers that are ahead lose the others too.
+        """
+        if isinstance(n, (list, tuple, np.ndarray)):
+            self._need_same_rows()
+            least = [min(lengths) for lengths in zip(*(layer.lengths for layer in self._layers))]
+            n = checks.per_row("n", n, least, "the tokens that every layer has in the row")
+        else:
+            n = checks.length("n", n, self.length)
+        cuts = [layer._cuts(n) for layer in self._layers]  # all are checked before the first is cut
+        for layer, lengths in zip(self._layers, cuts):
+            layer._cut(lengths)
+
+    def reorder(self, idx: Any) -> None:
+        """`KVCache.reorder` of every layer."""
+        self._need_same_rows()
+        rows = idx if isinstance(idx, np.ndarray) else list(idx)
         for layer in self._layers:
-            layer.truncate(n)
+            layer.reorder(rows)
+
+    def select(self, idx: Any) -> None:
+        """`KVCache.select` of every layer."""
+        self._need_same_rows()
+        rows = idx if isinstance(idx, np.ndarray) else list(idx)
+        for layer in self._layers:
+            layer.select(rows)
+
+    def repeat_interleave(self, n: int) -> None:
+        """`KVCache.repeat_interleave` of every layer."""
+        for layer in self._layers:
+            layer.repeat_interleave(n)
+
+    def _need_same_rows(self) -> None:
+        """Raise unless a choice of rows that fits the first layer fits all of them."""
+        sizes = sorted({layer.spec.batch_size for layer in self._layers})
+        if len(sizes) > 1:
+            raise ValueError(f"the layers must have the same batch_size, got {sizes}; choose rows of each layer")
 
     def reset(self) -> None:
         """Forget all tokens of all layers."""
@@ -105,9 +143,15 @@ class KVCaches(Sequence[KVCache]):
         caches._layers = layers
         return caches
 
+    def __copy__(self) -> KVCaches:
+        return self._clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCaches:
+        return self._clone()
+
     def save(self, path: Any) -> None:
         """Write all layers to one file, as `KVCache.save`."""
-        interchange.save_layers(path, "KVCaches", [(layer._spec, layer._buffers) for layer in self._layers])
+        interchange.save_layers(path, "KVCaches", [layer._layer() for layer in self._layers])
 
     @classmethod
     def load(cls, path: Any) -> KVCaches:
@@ -139,8 +183,8 @@ class KVCaches(Sequence[KVCache]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tokens of all layers."""
-        return sum(layer.nbytes for layer in self._layers)
+        """Bytes of the stored tokens of all layers, as `KVCache.nbytes`."""
+        return nbytes(self)
 
     @property
     def nbytes_allocated(self) -> int:

@@ -11,7 +11,7 @@ The memory form, with its padding and its spare capacity, stays in memory. A row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,29 +49,39 @@ _PIECE = 1 << 17
 #: Largest numbers that settings may say; what they say must be there all the same.
 _MOST_HEADS, _LONGEST = 1 << 20, 1 << 40
 
-#: What the settings of a layer say; the first six make its `CacheSpec`.
-_LAYER = ("num_kv_heads", "head_dim", "v_head_dim", "k_format", "v_format", "batch_size", "lengths", "kept")
+#: What the settings of a layer say; the first ones make its `CacheSpec`.
+_SPEC = ("num_kv_heads", "head_dim", "v_head_dim", "k_format", "v_format", "batch_size", "window")
+_LAYER = (*_SPEC, "dropped", "lengths", "kept")
+
+
+class Layer(NamedTuple):
+    """Keys and values of one layer, as they go to a file and come from it."""
+
+    spec: CacheSpec
+    buffers: KVBuffers
+    dropped: int  #: tokens of a cache with a window that are gone, between the sinks and those in the buffers
 
 
 # ---- layers of keys and values
 
 
-def save_layers(path: Any, kind: str, layers: Sequence[tuple[CacheSpec, KVBuffers]]) -> None:
+def save_layers(path: Any, kind: str, layers: Sequence[Layer]) -> None:
     """Write a file of class *kind* that holds these layers."""
     _need_compiled("save")
-    described = [_described(spec, buffers.state) for spec, buffers in layers]
+    described = [_described(layer) for layer in layers]
     settings = {"block": BLOCK, "sink": SINK, "layers": described}
     write(path, kind, settings, _layers_parts(described), _layers_arrays(layers))
 
 
-def load_layers(path: Any, kind: str, make: Callable[[CacheSpec, KVBuffers], _T]) -> list[_T]:
+def load_layers(path: Any, kind: str, make: Callable[[Layer], _T]) -> list[_T]:
     """The layers of a file of class *kind*, each by *make*."""
     _need_compiled("load")
     with reading(path, kind, _layers_plan) as (settings, fill):
         layers = []
         for described in settings["layers"]:
-            spec = CacheSpec(**{name: described[name] for name in _LAYER[:6]})
-            layers.append(make(spec, _filled(spec, described["lengths"], described["kept"], fill)))
+            spec = CacheSpec(**{name: described[name] for name in _SPEC})
+            buffers = _filled(spec, described["lengths"], described["kept"], fill)
+            layers.append(make(Layer(spec, buffers, described["dropped"])))
     return layers
 
 
@@ -80,11 +90,12 @@ def _need_compiled(name: str) -> None:
         raise RuntimeError(f"{name} needs compiled code, got NUMBA_DISABLE_JIT=1; unset it to use files of codes")
 
 
-def _described(spec: CacheSpec, state: State) -> Settings:
+def _described(layer: Layer) -> Settings:
     """The settings of a layer."""
-    numbers = {name: getattr(spec, name) for name in _LAYER[:6]}
+    spec, state = layer.spec, layer.buffers.state
+    numbers = {name: getattr(spec, name) for name in _SPEC}
     kept = [is_coded(spec.k_format) and has_kept(state, b) for b in range(len(state))]
-    return {**numbers, "lengths": state[:, LENGTH].tolist(), "kept": kept}
+    return {**numbers, "dropped": layer.dropped, "lengths": state[:, LENGTH].tolist(), "kept": kept}
 
 
 def _layers_parts(layers: Sequence[Settings]) -> list[Part]:
@@ -99,8 +110,8 @@ def _layers_parts(layers: Sequence[Settings]) -> list[Part]:
     return parts
 
 
-def _layers_arrays(layers: Sequence[tuple[CacheSpec, KVBuffers]]) -> Iterator[Array]:
-    for spec, buffers in layers:
+def _layers_arrays(layers: Sequence[Layer]) -> Iterator[Array]:
+    for spec, buffers, _ in layers:
         for b in range(spec.batch_size):
             length, kept = int(buffers.state[b, LENGTH]), has_kept(buffers.state, b)
             yield from row_arrays(buffers.k, b, length, kept)
@@ -129,6 +140,9 @@ def _check_layer(layer: Any) -> None:
     integer("v_head_dim", layer["v_head_dim"], 1, _MOST_HEADS)
     word("k_format", layer["k_format"], FORMATS)
     word("v_format", layer["v_format"], FORMATS)
+    if layer["window"] is not None:
+        integer("window", layer["window"], 1, _LONGEST)
+    integer("dropped", layer["dropped"], 0, 0 if layer["window"] is None else _LONGEST)
     lengths, kept = layer["lengths"], layer["kept"]
     if not isinstance(lengths, list) or not isinstance(kept, list) or len(lengths) != len(kept) or not lengths:
         raise fault("lengths and kept must be lists of one entry for each row")

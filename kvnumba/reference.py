@@ -112,6 +112,7 @@ def attention(
     mask: ArrayLike | None = None,
     softcap: float = 0.0,
     window: tuple[int, int] = (-1, -1),
+    window_sinks: int = 0,
     alibi_slopes: ArrayLike | None = None,
     sink_logits: ArrayLike | None = None,
     lengths: ArrayLike | None = None,
@@ -136,6 +137,8 @@ def attention(
         If not 0, scores become ``softcap * tanh(score / softcap)`` before anything is added.
     window : (int, int)
         Query i sees keys from ``length - S + i - left`` to ``length - S + i + right``; a negative side is open.
+    window_sinks : int
+        The first keys are seen though they lie before the window.
     alibi_slopes : array_like, [H_q], optional
         Adds ``-slope * |length - S + i - j|``.
     sink_logits : array_like, [H_q], optional
@@ -163,7 +166,7 @@ def attention(
     lse = np.full((batch, num_heads, num_rows), -np.inf)
     for b in range(batch):
         distance = lengths[b] - num_rows + np.arange(num_rows)[:, None] - np.arange(num_keys)  # [S, T]
-        reach = _reach(distance, causal, window) & (np.arange(num_keys) < lengths[b])
+        reach = _reach(distance, causal, window, window_sinks) & (np.arange(num_keys) < lengths[b])
         for h in range(num_heads):
             with np.errstate(invalid="ignore"):  # hidden keys may hold anything
                 score = q[b, h] @ k[b, h // group].T * sm_scale
@@ -190,14 +193,14 @@ def _seen_and_bias(mask: ArrayLike | None, shape: tuple[int, ...]) -> tuple[NDAr
     return bias != -np.inf, bias
 
 
-def _reach(distance: NDArray[np.int64], causal: bool, window: tuple[int, int]) -> NDArray[np.bool_]:
-    """Whether a key at *distance* tokens before the query is within the causal range and the window."""
+def _reach(distance: NDArray[np.int64], causal: bool, window: tuple[int, int], sinks: int) -> NDArray[np.bool_]:
+    """Whether a key at *distance* [S, T] tokens before the query is within the causal range and the window."""
     left, right = window
     reach = np.ones(distance.shape, bool)
     if causal:
         reach &= distance >= 0
     if left >= 0:
-        reach &= distance <= left
+        reach &= (distance <= left) | (np.arange(distance.shape[1]) < sinks)
     if right >= 0:
         reach &= -distance <= right
     return reach

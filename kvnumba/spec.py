@@ -32,6 +32,8 @@ class CacheSpec:
         One of ``FORMATS``.
     batch_size : int
         Rows that advance together.
+    window : int or None
+        Newest tokens that stay, beside the sinks; None: all.
     """
 
     num_kv_heads: int
@@ -40,6 +42,7 @@ class CacheSpec:
     k_format: str = "float32"
     v_format: str = "float32"
     batch_size: int = 1
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.v_head_dim == 0:

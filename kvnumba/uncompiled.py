@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba import cache, checks, reference
+from kvnumba import cache, checks, reference, window
 from kvnumba.buffers import LENGTH, KVBuffers, allocate, allocate_store
 from kvnumba.functional import Request
 
@@ -34,6 +34,7 @@ def attend(request: Request, k: FloatArray, v: FloatArray, lengths: list[int] | 
             "mask": x.mask if x.mask.size else None,
             "softcap": x.softcap,
             "window": (x.left, x.right),
+            "window_sinks": x.sinks,
             "alibi_slopes": x.alibi_slopes if x.alibi_slopes.size else None,
             "sink_logits": x.sink_logits if x.sink_logits.size else None,
         }
@@ -108,6 +109,16 @@ class KVCache(cache.KVCache):
 
     def reserve(self, capacity: int) -> None:
         checks.count("capacity", capacity)
+
+
+class WindowedKVCache(KVCache, window.WindowedKVCache):
+    """`kvnumba.KVCache` with a window, without compiled code; it keeps every token."""
+
+    def _make_room(self, count: int) -> None:
+        pass
+
+
+KVCache._windowed = WindowedKVCache
 
 
 class QuantizedCache(cache.QuantizedCache):

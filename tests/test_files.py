@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -80,9 +81,11 @@ def test_k15_a_loaded_cache_goes_on_as_if_never_saved(rng, tmp_path, k_format, v
 @given(
     formats=st.sampled_from(PAIRS),
     dims=st.tuples(st.integers(1, 70), st.integers(1, 70)),
-    batch=st.integers(1, 2),
+    batch=st.integers(0, 3),
     heads=st.integers(1, 3),
-    steps=st.lists(st.tuples(st.sampled_from(["append", "truncate", "load"]), st.integers(0, 110)), max_size=8),
+    steps=st.lists(
+        st.tuples(st.sampled_from(["append", "ragged", "truncate", "freeze", "load"]), st.integers(0, 110)), max_size=8
+    ),
     scale=st.sampled_from([0.0, 1e-40, 1e-3, 1.0, 1e30]),
     seed=st.integers(0, 99),
 )
@@ -92,13 +95,17 @@ def test_saving_and_loading_anywhere_changes_nothing(tmp_path, formats, dims, ba
     cache = new(*formats, *dims, batch, heads)
     twin = new(*formats, *dims, batch, heads)
     for step, n in [*steps, ("load", 0), ("append", 40), ("truncate", 30)]:
-        if step == "append":
+        if step in ("append", "ragged"):
             k, v = (np.float32(scale) * x for x in data(rng, cache, n))
             if n % 3 == 0:
                 k[..., ::2] = 9  # constant channels
                 v[:, :, ::2] = -3  # constant tokens
-            cache.append(k, v)
-            twin.append(k, v)
+            lengths = rng.integers(0, n + 1, batch) if step == "ragged" else None
+            cache.append(k, v, lengths=lengths)
+            twin.append(k, v, lengths=lengths)
+        elif step == "freeze":  # shares its arrays with what goes on
+            shared = cache
+            cache = shared.freeze().unfreeze()
         elif step == "truncate":
             for each in (cache, twin):
                 each.truncate(min(n, len(twin)))
@@ -247,6 +254,31 @@ def test_layers_are_cut_frozen_and_reset_together(rng):
     assert caches.nbytes_allocated >= caches.nbytes == 0
 
 
+def test_rows_of_all_layers_are_chosen_together(rng):
+    caches = kv.KVCaches(2, 1, [8, 16], k_format="int8", v_format="int4", batch_size=2)
+    for i, cache in enumerate(caches):
+        caches.append(i, *data(rng, cache, 50), lengths=[50, 45])
+    twin = copy.deepcopy(caches)
+    assert kv.nbytes(caches, twin) < 1.2 * caches.nbytes
+    caches.repeat_interleave(2)
+    caches.reorder([3, 0, 1, 2])
+    caches.select(np.array([0, 1]))
+    caches.truncate([41, 50])
+    for cache in twin:
+        cache.select([1, 0])
+        cache.truncate([41, 50])
+    for one, two in zip(caches, twin, strict=True):
+        assert one.lengths == [41, 50]
+        same(one, two)
+    with pytest.raises(ValueError, match="n must be from 0 to the tokens that every layer has in the row, 41, got 42"):
+        caches.truncate([42, 0])
+    caches[1].select([0])
+    for change in (lambda: caches.select([0]), lambda: caches.reorder([0, 1]), lambda: caches.truncate([1, 1])):
+        with pytest.raises(ValueError, match="the layers must have the same batch_size"):
+            change()
+    assert caches[0].lengths == [41, 50]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -377,6 +409,8 @@ def golden():
     made["cut"] = new("int4", "int4", dim=4, v_dim=4, heads=1, batch=1)
     made["cut"].append(golden_data(1, 1, 70, 4, 7), golden_data(1, 1, 70, 4, 13))
     made["cut"].truncate(38)  # decoded keys in the residual, and no float32 rows of the block before
+    made["window"] = kv.KVCache(1, 1, v_format="int4", window=1)
+    made["window"].append(golden_data(1, 1, 700, 1, 7), golden_data(1, 1, 700, 1, 13))
     made["layers"] = kv.KVCaches(2, 1, 2, k_format=["int8", "float16"], v_format="int8")
     made["layers"].append(0, golden_data(1, 1, 5, 2, 7), golden_data(1, 1, 5, 2, 13))
     for layout, bits in (("per_channel", 8), ("per_token", 4)):
@@ -395,7 +429,7 @@ def contents(value):
     if isinstance(value, kv.KVCaches):
         return [array for cache in value for array in contents(cache)]
     if isinstance(value, kv.KVCache):
-        return [value.keys(), value.values(), value.buffers.state]
+        return [value.keys(), value.values(), value._buffers.state]
     if isinstance(value, kv.QuantizedTensor):
         return [value.codes, value.lo, value.scale, value.dequantize()]
     return [value.contiguous()]

@@ -46,6 +46,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "threads.py",
         "uncompiled.py",
         "warm.py",
+        "window.py",
     ),
     5: ("__init__.py", "cli.py", "demo/*", "graph/*", "integrations/*"),
 }
