@@ -161,6 +161,51 @@ def test_works_again_after_files_of_the_compiled_code_were_cut(warm: Path, tmp_p
     assert all(file.stat().st_size > 100 for file in data), "damaged code must be written anew"
 
 
+def test_k74_eight_processes_that_begin_at_once_with_nothing_compiled_all_work(tmp_path: Path) -> None:
+    code = """
+import sys
+import numpy as np
+import kvnumba as kv
+
+x = np.random.default_rng(74).standard_normal((1, 2, 40, 16), dtype=np.float32)
+cache = kv.KVCache(2, 16)
+cache.append(x, x)
+codes = kv.quantize_per_token(x).codes.astype(np.float32)
+np.save(sys.argv[1], np.concatenate([cache.buffers.k.rows[:, :, :40], codes], -1))
+"""
+    for _ in range(2):  # nothing compiled, then all compiled by whoever was first
+        env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        commands = [[sys.executable, "-c", code, str(tmp_path / f"{i}.npy")] for i in range(8)]
+        started = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for command in commands]
+        said = [process.communicate(timeout=600)[1] for process in started]
+        assert [process.returncode for process in started] == [0] * 8, said
+        assert len({(tmp_path / f"{i}.npy").read_bytes() for i in range(8)}) == 1
+
+
+def test_a_newer_version_never_runs_compiled_code_of_an_older_one(tmp_path: Path) -> None:
+    copy = tmp_path / "site" / "kvnumba"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.nbi", "*.nbc"))
+    code = f"""
+import sys
+sys.path.insert(0, {str(copy.parent)!r})
+import numpy as np
+import kvnumba as kv
+assert kv.__file__.startswith({str(copy)!r}), kv.__file__
+sys.stderr.write(str(kv.quantize_per_token(np.float32([[0, 1.5, 15]]), bits=4).codes.tolist()))
+"""
+
+    def codes() -> list[list[int]]:
+        return json.loads(run(code, NUMBA_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1"))
+
+    packed = [[0x20, 0x0F]]  # 0, 2 and 15
+    assert codes() == codes() == packed
+    called = copy / "kernels" / "quantize.py"  # the rounding is in a function that the entry point calls
+    source = called.read_text(encoding="utf-8")
+    assert source.count("np.float32(0.5)") == 1
+    called.write_text(source.replace("np.float32(0.5)", "np.float32(0.6)"), encoding="utf-8")
+    assert codes() == [[0x10, 0x0F]]
+
+
 @pytest.mark.skipif(os.environ.get("NUMBA_CPU_NAME") is not None, reason="the host is already emulated")
 def test_an_older_cpu_makes_the_same_codes_and_right_sums(warm: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"

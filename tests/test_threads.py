@@ -28,17 +28,35 @@ def filled(formats, tokens, rng, heads=8, dim=80, batch=1):
 
 @pytest.mark.parametrize("formats", [("float32", "float32"), ("int8", "int4")])
 @pytest.mark.parametrize("queries", [1, 60])
-def test_results_have_the_same_bits_for_1_2_and_4_threads(formats, queries, rng, monkeypatch):
+def test_k62_results_have_the_same_bits_for_1_2_and_4_threads(formats, queries, rng, monkeypatch):
     monkeypatch.setattr("kvnumba.functional.SHARED_WORK", 0)
     cache = filled(formats, 513, rng, batch=2)
     q = rng.standard_normal((2, 32, queries, 80), dtype=np.float32)
     results = set()
     for n in (1, 2, 4):
         kv.set_num_threads(n)
-        for _ in range(10):
+        for _ in range(50):
             out, lse = cache.attend(q, return_lse=True)
             results.add(out.tobytes() + lse.tobytes())
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("formats", [("float32", "float32"), ("int8", "int4")])
+def test_k62_one_head_over_20_000_tokens_and_appends_of_many_heads_do_not_depend_on_threads(formats, rng, monkeypatch):
+    monkeypatch.setattr("kvnumba.functional.SHARED_WORK", 0)
+    cache = filled(formats, 20_000, rng, heads=1)
+    q = rng.standard_normal((1, 1, 1, 80), dtype=np.float32)
+    k, v = rng.standard_normal((2, 2, 64, 100, 80), dtype=np.float32)
+    results, states = set(), set()
+    for n in (1, 2, 4):
+        kv.set_num_threads(n)
+        for _ in range(50):
+            results.add(cache.attend(q).tobytes())
+        for _ in range(3):
+            wide = kv.KVCache(64, 80, k_format=formats[0], v_format=formats[1], batch_size=2)
+            wide.append(k, v)
+            states.add(wide.keys().tobytes() + wide.values().tobytes())
+    assert len(results) == len(states) == 1
 
 
 def test_every_unit_is_done_once_whatever_the_number_of_threads():
@@ -78,12 +96,12 @@ def test_k20_many_python_threads_at_once_get_the_serial_result(rng, monkeypatch)
     expected = [cache.attend(q).tobytes() for cache in caches]
     shared = caches[0].freeze()
 
-    def call(i):
-        cache = caches[i] if i % 2 else shared.unfreeze()
-        return all(cache.attend(q).tobytes() == expected[i if i % 2 else 0] for _ in range(50))
+    def call(i):  # 8 threads with a cache each, 8 on one snapshot
+        cache, result = (caches[i], expected[i]) if i < 8 else (shared.unfreeze(), expected[0])
+        return all(cache.attend(q).tobytes() == result for _ in range(50))
 
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(call, range(8)))
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(call, range(16)))
 
 
 CHILD = """
@@ -134,6 +152,56 @@ def test_k63_the_limit_holds_in_every_python_thread_and_starts_from_the_environm
     monkeypatch.setattr(threads, "_limit", None)
     monkeypatch.delenv("NUMBA_NUM_THREADS")
     assert kv.get_num_threads() == len(os.sched_getaffinity(0))
+
+
+SETTINGS = """
+import os
+import numpy as np
+import kvnumba as kv
+import kvnumba.functional
+kvnumba.functional.SHARED_WORK = 0
+cache = kv.KVCache(8, 64)
+x = np.ones((1, 8, 500, 64), np.float32)
+cache.append(x, x)
+
+def attend():
+    assert (cache.attend(x[:, :, :1]) == 1).all()
+
+"""
+
+
+def run(code, **environment):
+    command = [sys.executable, "-c", SETTINGS + code]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, timeout=300, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="threads are counted in /proc")
+@pytest.mark.parametrize("n", [1, 3])
+def test_k63_no_more_threads_are_started_than_the_environment_allows(n):
+    run(
+        f"""
+before = len(os.listdir("/proc/self/task"))
+for _ in range(5):
+    attend()
+assert len(os.listdir("/proc/self/task")) == before + {n - 1}
+""",
+        NUMBA_NUM_THREADS=str(n),
+    )
+
+
+def test_k63_the_threads_of_numba_itself_are_left_as_they_were():
+    run("import numba; numba.set_num_threads(1); attend(); assert numba.get_num_threads() == 1", NUMBA_NUM_THREADS="2")
+
+
+@pytest.mark.torch
+def test_k63_the_threads_of_torch_are_left_as_they_were():
+    pytest.importorskip("torch", reason="torch is not installed")
+    code = "import torch; torch.set_num_threads({0}); attend(); assert torch.get_num_threads() == {0}"
+    for n in (1, 2):
+        run(code.format(n))
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, None, "2"])
