@@ -67,6 +67,29 @@ def output_rounding(truth, dtype):
     return eps * float(np.abs(truth).max(initial=0.0))
 
 
+def largest_errors(spec, q, keys, values):
+    """Bounds of the errors of attention of one row of a batch: of its output, and of its lse.
+
+    q : [H_q, S, D]; keys, values : [H, T, D] and [H, T, Dv], as stored.
+
+    A score is a float32 sum of D products. Codes add the rounding of their weights to integers of 16 bits: half a
+    32639th of the largest weight q * scale for each of D channels, times half the largest code; and for values half a
+    65535th of the largest weight p * scale, p <= 1, for each token, times half the largest code.
+    """
+    q, keys, values = (np.abs(q, dtype=np.float64), *(x.astype(np.float64) for x in (keys, values)))
+    tokens, dim = keys.shape[1:]
+    score, added = 0.0, 0.0
+    if tokens:
+        products = q.max((0, 1), initial=0) @ np.abs(keys).max((0, 1))
+        score = (dim + 4) * 2.0**-24 * products / np.sqrt(dim)
+    if spec.k_format in CODE_FORMATS and tokens > SINK:
+        score += np.sqrt(dim) * q.max(initial=0) * np.ptp(keys[:, SINK:], 1).max() / (4 * 32639)
+    if spec.v_format in CODE_FORMATS and tokens > SINK:
+        added = tokens * np.ptp(values[:, SINK:], 2).max() / (4 * 65535)
+    rounding = (tokens + 8) * 2.0**-23
+    return (np.expm1(2 * score) + rounding) * np.abs(values).max(initial=0) + added, score + rounding
+
+
 def half_steps(x, format, axis):
     """Uniform random errors within half a step of the group of each element of x [B, H, T, D]; sinks have none."""
     if format not in CODE_FORMATS:
