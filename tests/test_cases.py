@@ -713,6 +713,8 @@ def test_k41_array_subclasses_objects_and_other_dtypes(rng):
 def test_k66_layouts_and_dtypes_of_the_input_compile_nothing_more(rng, format, monkeypatch):
     k, v, q, keep = normal(rng, 1, 2, 8, 16), normal(rng, 1, 2, 8, 16), normal(rng, 1, 4, 3, 16), rng.random(8) < 0.9
     cache = filled(format, k, v)
+    cache.truncate(7)
+    cache.append(k[:, :, :1], v[:, :, :1])
     for rows in (1, 3, 20):
         for mask in (None, np.zeros((1, 1, 1, len(cache)), np.float32)):
             cache.attend(np.ones((1, 4, rows, 16), np.float32), mask=mask)

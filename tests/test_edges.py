@@ -16,7 +16,7 @@ PAIRS = [("float32", "int4"), ("float16", "bfloat16"), ("bfloat16", "float16"), 
 
 def run(*arguments, **environment):
     command = [sys.executable, "-X", "faulthandler", str(SCRIPT), *arguments]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
 
 

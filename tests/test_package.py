@@ -177,7 +177,7 @@ np.save(sys.argv[1], np.concatenate([cache.buffers.k.rows[:, :, :40], codes], -1
         env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         commands = [[sys.executable, "-c", code, str(tmp_path / f"{i}.npy")] for i in range(8)]
         started = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for command in commands]
-        said = [process.communicate(timeout=600)[1] for process in started]
+        said = [process.communicate(timeout=1200)[1] for process in started]
         assert [process.returncode for process in started] == [0] * 8, said
         assert len({(tmp_path / f"{i}.npy").read_bytes() for i in range(8)}) == 1
 
