@@ -10,6 +10,6 @@ def test_16_threads_on_shared_snapshots_get_what_one_gets():
 
 
 def test_memory_stays_and_results_are_right_through_many_tokens_cuts_and_snapshots():
-    result = long_runs.million(40_000)
+    result = long_runs.million(100_000)
     assert min(result["taken back"], result["resumed"]) > 0
-    assert 30_000 < result["length"] <= result["appended"]
+    assert 10 * long_runs.WINDOW < result["length"] < result["appended"]
