@@ -168,6 +168,12 @@ class WindowedKVCache(KVCache):
     def _layer(self) -> Layer:
         return super()._layer()._replace(dropped=self._dropped)
 
+    @classmethod
+    def _restored(cls, layer: Layer) -> KVCache:
+        if layer.spec.window is None:
+            raise ValueError("path must be a file of a cache with a window, got one without; load it with KVCache")
+        return super()._restored(layer)
+
     def _restore(self, layer: Layer) -> None:
         stored = layer.buffers.state[:, LENGTH]
         if len(set(stored.tolist())) != 1 or stored[0] > self._limit:

@@ -257,26 +257,28 @@ def test_layers_are_cut_frozen_and_reset_together(rng):
 def test_rows_of_all_layers_are_chosen_together(rng):
     caches = kv.KVCaches(2, 1, [8, 16], k_format="int8", v_format="int4", batch_size=2)
     for i, cache in enumerate(caches):
-        caches.append(i, *data(rng, cache, 50), lengths=[50, 45])
+        caches.append(i, *data(rng, cache, 350), lengths=[350, 345])
     twin = copy.deepcopy(caches)
-    assert kv.nbytes(caches, twin) < 1.2 * caches.nbytes
+    assert kv.nbytes(caches, twin) < 1.5 * caches.nbytes
     caches.repeat_interleave(2)
     caches.reorder([3, 0, 1, 2])
     caches.select(np.array([0, 1]))
-    caches.truncate([41, 50])
+    caches.truncate([341, 350])
     for cache in twin:
         cache.select([1, 0])
-        cache.truncate([41, 50])
+        cache.truncate([341, 350])
     for one, two in zip(caches, twin, strict=True):
-        assert one.lengths == [41, 50]
+        assert one.lengths == [341, 350]
         same(one, two)
-    with pytest.raises(ValueError, match="n must be from 0 to the tokens that every layer has in the row, 41, got 42"):
-        caches.truncate([42, 0])
+    with pytest.raises(
+        ValueError, match="n must be from 0 to the tokens that every layer has in the row, 341, got 342"
+    ):
+        caches.truncate([342, 0])
     caches[1].select([0])
     for change in (lambda: caches.select([0]), lambda: caches.reorder([0, 1]), lambda: caches.truncate([1, 1])):
         with pytest.raises(ValueError, match="the layers must have the same batch_size"):
             change()
-    assert caches[0].lengths == [41, 50]
+    assert caches[0].lengths == [341, 350]
 
 
 @pytest.mark.parametrize(
@@ -494,7 +496,7 @@ def test_k43_another_version_is_refused_by_both_numbers(tmp_path, version):
 
 @pytest.mark.parametrize("loader", [kv.KVCache, kv.KVCaches, kv.QuantizedCache, kv.ConcatCache, kv.InPlaceCache])
 def test_a_file_of_another_class_is_refused(loader):
-    others = [path for path in GOLDEN.iterdir() if type(golden()[path.stem]) is not loader]
+    others = [path for path in GOLDEN.iterdir() if not isinstance(golden()[path.stem], loader)]
     for path in others:
         with pytest.raises(ValueError, match=rf"{loader.__name__}.save wrote.* it is a file of \w+; load it with"):
             loader.load(path)

@@ -104,6 +104,9 @@ NARROW = {("softmax.update", "fmuladd.v16f32"): 40}
 
 def argument(name: str, names: tuple[str, ...], kernel_name: str) -> tuple[ir.Type, bool]:
     """LLVM type of an argument, of its items if it is an array; whether it is one."""
+    row = {"keys_4": I16, "values_4": I8}.get(kernel_name.partition("._")[2].removeprefix("rows_of_"))
+    if name == "rows" and row is not None:  # packed rows, in words
+        return row, True
     place = (name == "rows" and "start" not in names) or (name == "out" and "out_stride" in names)
     if name not in ARRAYS or place:
         return (F32 if name in FLOATS else I64), False

@@ -287,6 +287,12 @@ def test_layers_may_have_windows_of_their_own(rng, tmp_path):
     assert [(len(cache), cache.spec.window) for cache in caches] == [(880, None), (880, 8)]
 
 
+def test_the_class_with_a_window_loads_no_file_without(rng, tmp_path):
+    kv.KVCache(1, 8).save(tmp_path / "file")
+    with pytest.raises(ValueError, match="path must be a file of a cache with a window"):
+        kv.WindowedKVCache.load(tmp_path / "file")
+
+
 def test_memory_stays_the_same_for_any_number_of_tokens(rng):
     cache, _ = filled(rng, 2 * limit_of(WINDOW))
     allocated, k, v = cache.nbytes_allocated, *data(rng, 1000)

@@ -122,7 +122,8 @@ def _take_back(store, b, first, last, kept):
             start = SINK + new * BLOCK  # first token of the block that will be filling
             left = max(0, first - start)
             slot = SINK + new % 2 * BLOCK
-            for h in range(store.codes.shape[1]):
+            heads = store.codes.shape[1] if b < store.codes.shape[0] else 0
+            for h in range(heads):
                 if new < old and new < kept and left > 0:
                     head = b * store.codes.shape[1] + h
                     at = (head * store.recent.shape[2] + slot) * store.recent.shape[3]
@@ -138,7 +139,7 @@ def _take_back(store, b, first, last, kept):
         return keys
 
     def values(store, b, first, last, kept):
-        if first < SINK:
+        if first < SINK and b < store.sinks.shape[0]:
             store.sinks[b, :, first:SINK] = 0
         return kept
 
@@ -187,11 +188,12 @@ def advance_row(state, b, count):
 
 @inner
 def cut_row(store, state, b, n, erasing):
-    """Remove the tokens of one batch row from *n* on from a store that has them; returns what `take_back` does."""
-    if b >= store[0].shape[0]:  # a cache without rows still has a length
-        return state[b, KEPT]
+    """Remove the tokens of one batch row from *n* on; returns what `take_back` does.
+
+    The store of a cache without rows, which still has a length, has no row b.
+    """
     kept = take_back(store, b, n, state[b, LENGTH], state[b, KEPT])
-    if erasing:
+    if erasing and b < store[0].shape[0]:
         erase(store, b, n, state[b, LENGTH])
     return kept
 
