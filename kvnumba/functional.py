@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,8 +260,8 @@ def _work(to: Target, call: tuple[Any, ...], extras: Extras | None, few: bool) -
     if extras is None:
         entry = to.entries.few if few else to.entries.many
         return lambda first, last: entry(to.map, *call, first, last)
-    general: Callable[..., Any] = kernels.attend_few if few else kernels.attend_many
-    return lambda first, last: bool(general(to.buffers, *call, extras, first, last))
+    entry = to.entries.few_with if few else to.entries.many_with
+    return lambda first, last: entry(to.map, *call, extras, first, last)
 
 
 def _extras(

@@ -76,18 +76,6 @@ def many_units(buffers, q, out, lse, sm_scale, causal, extras, first, last):
 
 
 @sums
-def attend_few(buffers, q, out, lse, sm_scale, causal, extras, first, last):
-    """`few_units`, for callers outside compiled code."""
-    return few_units(buffers, q, out, lse, sm_scale, causal, extras, first, last)
-
-
-@sums
-def attend_many(buffers, q, out, lse, sm_scale, causal, extras, first, last):
-    """`many_units`, for callers outside compiled code."""
-    return many_units(buffers, q, out, lse, sm_scale, causal, extras, first, last)
-
-
-@sums
 def attend_again(buffers, q, out, lse, sm_scale, causal, extras):
     """As `attend`, slowly, without touching keys that have no weight: where the result was not finite."""
     for b in range(q.shape[0]):

@@ -25,6 +25,7 @@ from kvnumba.kernels.states import (
     bias_row,
     first_tile,
     init_states,
+    is_biased,
     next_tile,
     store_rows,
     visible,
@@ -124,7 +125,7 @@ def attend_panel(store, work, plan, token, count, r, rows, b, h, first, group, q
         i, g = first + (r + j) // group, (r + j) % group
         low, high = visible(i, queries, length, causal, extras)
         seen = min(max(high - token, 0), count)
-        if extras is not None:
+        if is_biased(token, token + seen, low, high, extras):
             bias_row(work, at, token, token + seen, low, high, b, h * group + g, i, length - queries + i, extras)
         if softmax.update(work, at, TILE, seen, padded, plan.m + r + j, plan.l + r + j, plan.ratios, 1):
             softmax.scale(work, plan.acc + (r + j) * plan.acc_stride, plan.acc_stride, work[plan.ratios])

@@ -16,6 +16,7 @@ from kvnumba.kernels.states import (
     bias_row,
     first_tile,
     init_states,
+    is_biased,
     load_queries,
     next_tile,
     store_rows,
@@ -94,7 +95,7 @@ def attend_rows(buffers, q, out, lse, sm_scale, causal, extras, b, h, first, las
             for j in range(n):
                 i, g = first + (r + j) // group, (r + j) % group
                 low, high = visible(i, queries, length, causal, extras)
-                if extras is not None or high < end:
+                if is_biased(token, end, low, high, extras):
                     bias_row(work, plan.scores + j * TILE, token, end, low, high, b, h * group + g, i,
                              length - queries + i, extras)  # fmt: skip
             padded = (end - token + LANES - 1) // LANES * LANES

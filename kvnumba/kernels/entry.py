@@ -35,6 +35,8 @@ class Entries(NamedTuple):
     append_some: Callable[..., int]  #: (map, k, v, counts): of row b the first counts[b] tokens
     few: Callable[..., bool]  #: (map, q, out, lse, sm_scale, causal, first, last) -> whether the result is finite
     many: Callable[..., bool]  #: as few
+    few_with: Callable[..., bool]  #: (map, q, out, lse, sm_scale, causal, extras, first, last): as few
+    many_with: Callable[..., bool]  #: as few_with
 
 
 def map_buffers(buffers: KVBuffers) -> npt.NDArray[np.int64]:
@@ -125,4 +127,14 @@ def _make(k_kind: type, v_kind: type) -> Entries:
         buffers = open_buffers(entries, k_kind, v_kind)
         return many_units(buffers, q, out, lse, sm_scale, causal != 0, None, first, last)
 
-    return Entries(append_tokens, append_some_tokens, attend_few, attend_many)
+    @sums
+    def attend_few_with(entries, q, out, lse, sm_scale, causal, extras, first, last):
+        buffers = open_buffers(entries, k_kind, v_kind)
+        return few_units(buffers, q, out, lse, sm_scale, causal != 0, extras, first, last)
+
+    @sums
+    def attend_many_with(entries, q, out, lse, sm_scale, causal, extras, first, last):
+        buffers = open_buffers(entries, k_kind, v_kind)
+        return many_units(buffers, q, out, lse, sm_scale, causal != 0, extras, first, last)
+
+    return Entries(append_tokens, append_some_tokens, attend_few, attend_many, attend_few_with, attend_many_with)

@@ -74,6 +74,15 @@ def next_tile(buffers, end, low, length, extras):
 
 
 @inner
+def is_biased(token, end, first, last, extras):
+    """Whether `bias_row` changes scores of keys [token, end)."""
+    if extras is None:
+        return last < end
+    added = extras.softcap > 0 or extras.alibi_slopes.size > 0 or extras.mask.size > 0
+    return added or last < end or token < first
+
+
+@inner
 def bias_row(work, at, token, end, first, last, b, head, i, position, extras):
     """Apply everything but the scale to the scores of one query row for keys [token, end)."""
     count = end - token
