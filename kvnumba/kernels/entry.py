@@ -21,6 +21,7 @@ from kvnumba._jit import exact, inner, sums
 from kvnumba.buffers import Float32Rows, FloatRows, KVBuffers
 from kvnumba.kernels.append import append_checked, append_some_checked
 from kvnumba.kernels.attention import few_units, many_units
+from kvnumba.kernels.states import Extras
 
 #: Items of a map for one array: its address and five lengths.
 _SLOT = 6
@@ -97,6 +98,17 @@ def open_buffers(entries, k_kind, v_kind):
     return KVBuffers(open_store(entries, 0, k_kind), open_store(entries, _VALUES, v_kind), state)
 
 
+@inner
+def borrowed(extras):
+    """*extras* with arrays whose owners are not counted, which would cost at every tile."""
+    mask, slopes, logits = extras.mask, extras.alibi_slopes, extras.sink_logits
+    return Extras(
+        carray(_pointer(np.int64(mask.ctypes.data)), mask.shape, np.float32), extras.softcap, extras.left, extras.right,
+        carray(_pointer(np.int64(slopes.ctypes.data)), slopes.shape, np.float32),
+        carray(_pointer(np.int64(logits.ctypes.data)), logits.shape, np.float32), extras.sinks, extras.dropped,
+    )  # fmt: skip
+
+
 _made: dict[tuple[type, type], Entries] = {}
 
 
@@ -130,11 +142,11 @@ def _make(k_kind: type, v_kind: type) -> Entries:
     @sums
     def attend_few_with(entries, q, out, lse, sm_scale, causal, extras, first, last):
         buffers = open_buffers(entries, k_kind, v_kind)
-        return few_units(buffers, q, out, lse, sm_scale, causal != 0, extras, first, last)
+        return few_units(buffers, q, out, lse, sm_scale, causal != 0, borrowed(extras), first, last)
 
     @sums
     def attend_many_with(entries, q, out, lse, sm_scale, causal, extras, first, last):
         buffers = open_buffers(entries, k_kind, v_kind)
-        return many_units(buffers, q, out, lse, sm_scale, causal != 0, extras, first, last)
+        return many_units(buffers, q, out, lse, sm_scale, causal != 0, borrowed(extras), first, last)
 
     return Entries(append_tokens, append_some_tokens, attend_few, attend_many, attend_few_with, attend_many_with)
