@@ -5,9 +5,9 @@
 Neither assumes the absence of NaN or infinity: a masked score is ``-inf``. ``inner`` marks a part of such functions.
 
 Compiled code is kept on disk where Numba would keep it (``NUMBA_CACHE_DIR``, the package's own
-``__pycache__``, or the user's cache folder) with one difference: its stamp covers *every* source file of the
-package and its version, so that a newer release, or an edit in a called file, never runs stale code. Where no
-place is writable the code is compiled in memory, with one warning.
+``__pycache__``, or the user's cache folder) with one difference: its stamp covers the package's version and *every*
+source file below the top floor (``ABOVE``), so that a newer release, or an edit in a called file, never runs stale code.
+Where no place is writable the code is compiled in memory, with one warning.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ COMPILED: bool = not config.DISABLE_JIT
 #: Floating-point freedoms of ``sums``. Never ``nnan`` or ``ninf``.
 SUM_FLAGS = {"nsz", "arcp", "contract", "afn", "reassoc"}
 
+#: The top floor: nothing there is compiled, so an edit there leaves compiled code valid.
+ABOVE = ("cli.py", "commands", "demo", "graph", "integrations")
+
 
 def _package_stamp() -> str:
-    """Digest of the version, and of the size and modification time of every source file of the package."""
+    """Digest of the version, and of the size and modification time of the source files below the top floor."""
     root = Path(__file__).parent
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(root.rglob("*.py")):
-        info = path.stat()
-        digest.update(f"{path.relative_to(root)}:{info.st_size}:{info.st_mtime_ns};".encode())
+        place = path.relative_to(root)
+        if place.parts[0] not in ABOVE:
+            info = path.stat()
+            digest.update(f"{place}:{info.st_size}:{info.st_mtime_ns};".encode())
     return digest.hexdigest()
 
 

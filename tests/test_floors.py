@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvnumba
+from kvnumba._jit import ABOVE
 
 PACKAGE = Path(kvnumba.__file__).parent
 
@@ -48,7 +50,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "warm.py",
         "window.py",
     ),
-    5: ("__init__.py", "cli.py", "demo/*", "graph/*", "integrations/*"),
+    5: ("__init__.py", "cli.py", "commands/*", "demo/*", "graph/*", "integrations/*"),
 }
 
 # Write path and read path: two roads that meet only in buffers.py and below.
@@ -57,7 +59,7 @@ READ_PATH = ("kernels/attention*.py", "kernels/prefill.py")
 
 # What `import kvnumba` must leave alone.
 HEAVY = ("gguf", "onnx", "rich", "tokenizers", "torch", "transformers", "typer")
-HEAVY += ("kvnumba.cli", "kvnumba.demo", "kvnumba.graph", "kvnumba.integrations", "kvnumba.reference")
+HEAVY += ("kvnumba.cli", "kvnumba.commands", "kvnumba.demo", "kvnumba.graph", "kvnumba.integrations", "kvnumba.reference")
 
 
 def listed(file: str, patterns: tuple[str, ...]) -> bool:
@@ -116,6 +118,15 @@ def faults(root: Path) -> list[str]:
 
 def test_every_file_stands_on_a_floor_and_imports_only_downwards() -> None:
     assert not faults(PACKAGE), "\n".join(faults(PACKAGE))
+
+
+def test_nothing_above_the_stamp_of_compiled_code_is_compiled() -> None:
+    """An edit in ``_jit.ABOVE`` leaves compiled code valid, so those files may hold none of it."""
+    compiles = re.compile(r"\bnjit\b|\bregister_jitable\b|_jit import .*\b(exact|sums|inner)\b")
+    assert compiles.search((PACKAGE / "kernels/append.py").read_text(encoding="utf-8"))
+    above = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] in ABOVE]
+    assert above
+    assert [path for path in above if compiles.search(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize(
