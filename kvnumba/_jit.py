@@ -6,8 +6,8 @@ Neither assumes the absence of NaN or infinity: a masked score is ``-inf``. ``in
 
 Compiled code is kept on disk where Numba would keep it (``NUMBA_CACHE_DIR``, the package's own
 ``__pycache__``, or the user's cache folder) with one difference: its stamp covers the package's version and *every*
-source file below the top floor (``ABOVE``), so that a newer release, or an edit in a called file, never runs stale code.
-Where no place is writable the code is compiled in memory, with one warning.
+source file below the top floor (``ABOVE``), so that a newer release, or an edit in a called file, never runs stale
+code. Where no place is writable the code is compiled in memory, with one warning.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ READ_PATH = ("kernels/attention*.py", "kernels/prefill.py")
 
 # What `import kvnumba` must leave alone.
 HEAVY = ("gguf", "onnx", "rich", "tokenizers", "torch", "transformers", "typer")
-HEAVY += ("kvnumba.cli", "kvnumba.commands", "kvnumba.demo", "kvnumba.graph", "kvnumba.integrations", "kvnumba.reference")
+HEAVY += tuple(f"kvnumba.{name}" for name in ("cli", "commands", "demo", "graph", "integrations", "reference"))
 
 
 def listed(file: str, patterns: tuple[str, ...]) -> bool:
