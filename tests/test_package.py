@@ -206,18 +206,6 @@ sys.stderr.write(str(kv.quantize_per_token(np.float32([[0, 1.5, 15]]), bits=4).c
     assert codes() == [[0x10, 0x0F]]
 
 
-@pytest.mark.skipif(os.environ.get("NUMBA_CPU_NAME") is not None, reason="the host is already emulated")
-def test_an_older_cpu_makes_the_same_codes_and_right_sums(warm: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    shutil.copytree(warm / "cache", cache)  # compiled for this host: must not be used by the older one
-    run(SESSION, "int8", "int4", tmp_path / "old.npz", NUMBA_CACHE_DIR=str(cache), NUMBA_CPU_NAME="generic")
-    with np.load(warm / "first.npz") as here, np.load(tmp_path / "old.npz") as old:
-        np.testing.assert_array_equal(here["keys"].view(np.uint32), old["keys"].view(np.uint32))
-        np.testing.assert_array_equal(here["values"].view(np.uint32), old["values"].view(np.uint32))
-    assert_right(warm / "first.npz")
-    assert_right(tmp_path / "old.npz")
-
-
 def readme_table() -> dict[str, list[str]]:
     """Rows of the README's table of bytes per token: name -> cells."""
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
