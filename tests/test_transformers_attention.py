@@ -1,0 +1,197 @@
+"""The attention function that Hugging Face transformers calls, against formulas in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
+
+from kvnumba.integrations.transformers import KVNumbaLayer, attention_forward, attention_mask  # noqa: E402
+from kvnumba.integrations.transformers.masks import WINDOW  # noqa: E402
+from kvnumba.integrations.transformers.standin import Stored  # noqa: E402
+
+pytestmark = pytest.mark.transformers
+
+
+class Module(torch.nn.Module):
+    def __init__(self, is_causal=None):
+        super().__init__()
+        if is_causal is not None:
+            self.is_causal = is_causal
+
+
+def made(S=5, T=12, B=2, H_q=4, H_kv=2, D=8, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(B, h, n, D, generator=draw).to(dtype) for h, n in ((H_q, S), (H_kv, T), (H_kv, T))]
+
+
+def formula(q, k, v, seen, *, scaling=None, softcap=None, sinks=None, bias=0.0):
+    """Attention in float64; *seen* is broadcastable to [B, H, S, T]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    score = q @ k.mT * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    score = (score + bias).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().reshape(1, -1, 1, 1).expand(*score.shape[:3], 1)
+        weights = torch.cat([score, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = score.softmax(-1).nan_to_num(0)
+    return (weights @ v).transpose(1, 2)
+
+
+def order(S, T, window=None):
+    """Which key a query sees by their order alone."""
+    ahead = torch.arange(T)[None] - (T - S + torch.arange(S)[:, None])
+    return (ahead <= 0) if window is None else (ahead <= 0) & (ahead > -window)
+
+
+def check(got, expected, atol=2e-6):
+    out, weights = got
+    assert weights is None
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+
+
+def test_the_functions_are_registered():
+    assert AttentionInterface()["kvnumba"] is attention_forward
+    assert AttentionMaskInterface()["kvnumba"] is attention_mask
+
+
+@pytest.mark.parametrize("S", [1, 5, 12])
+def test_k14_without_a_mask_it_is_causal_unless_the_module_says_otherwise(S):
+    q, k, v = made(S)
+    causal, everything = formula(q, k, v, order(S, 12)), formula(q, k, v, torch.ones(S, 12, dtype=torch.bool))
+    check(attention_forward(Module(), q, k, v, None), causal)
+    check(attention_forward(Module(True), q, k, v, None), causal)
+    check(attention_forward(Module(False), q, k, v, None), everything)
+    check(attention_forward(Module(True), q, k, v, None, is_causal=False), everything)
+
+
+def test_k14_a_mask_is_obeyed_as_it_is():
+    """As of a tree of guesses: no order can be assumed."""
+    q, k, v = made()
+    seen = torch.rand(2, 1, 5, 12, generator=torch.Generator().manual_seed(2)) > 0.4
+    check(attention_forward(Module(), q, k, v, seen), formula(q, k, v, seen))
+    lowest = torch.finfo(torch.float32).min
+    added = torch.zeros(seen.shape).masked_fill(~seen, lowest)
+    check(attention_forward(Module(), q, k, v, added), formula(q, k, v, seen))
+    longer = torch.cat([added, torch.zeros(2, 1, 5, 3)], -1)  # made for a cache with more room
+    check(attention_forward(Module(), q, k, v, longer), formula(q, k, v, seen))
+
+
+def test_a_row_that_may_see_nothing_is_zero():
+    q, k, v = made()
+    seen = torch.zeros(2, 1, 5, 12, dtype=torch.bool)
+    seen[1] = True
+    out, _ = attention_forward(Module(), q, k, v, seen)
+    assert not out[0].any()
+    check((out, None), formula(q, k, v, seen))
+
+
+@pytest.mark.parametrize("S", [1, 5])
+def test_scale_softcap_sinks_bias_and_window(S):
+    q, k, v = made(S)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    bias = torch.randn(1, 4, S, 12, generator=torch.Generator().manual_seed(3))
+    options = {"scaling": 0.7, "softcap": 1.5, "sinks": sinks}
+    got = attention_forward(Module(), q, k, v, None, scaling=0.7, softcap=1.5, s_aux=sinks, sliding_window=4)
+    check(got, formula(q, k, v, order(S, 12, 4), **options))
+    check(attention_forward(Module(), q, k, v, None, position_bias=bias), formula(q, k, v, order(S, 12), bias=bias))
+    seen = order(S, 12, 6)[None, None]
+    got = attention_forward(Module(), q, k, v, seen, position_bias=bias)
+    check(got, formula(q, k, v, seen, bias=bias))
+    check(attention_forward(Module(), q, k, v, bias, position_bias=bias), formula(q, k, v, seen | True, bias=2 * bias))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_result_has_the_dtype_and_shape_that_models_expect(kind):
+    q, k, v = made(dtype=kind, D=8)
+    out, _ = attention_forward(Module(), q, k, v[..., :6], None)
+    assert out.dtype is kind
+    assert out.shape == (2, 5, 4, 6)
+    check((out, None), formula(q, k, v[..., :6], order(5, 12)), atol=4 * torch.finfo(kind).eps)
+
+
+def test_dropout_and_gradients_are_refused_by_name():
+    q, k, v = made()
+    with pytest.raises(NotImplementedError, match=r"dropout must be 0.*got 0\.1; call model\.eval\(\)"):
+        attention_forward(Module(), q, k, v, None, dropout=0.1)
+    q.requires_grad_()
+    out, _ = attention_forward(Module(), q, k, v, None)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        out.sum().backward()
+
+
+def test_tensors_elsewhere_are_refused_by_name():
+    q, k, v = (x.to("meta") for x in made())
+    with pytest.raises(TypeError, match="key must be in CPU memory, got a tensor on device meta"):
+        attention_forward(Module(), q, k, v, None)
+
+
+def test_the_cache_is_read_as_codes_and_nothing_is_decoded(monkeypatch):
+    q, k, v = made(S=1, T=70)
+    layer = KVNumbaLayer(k_format="int8", v_format="int4")
+    layer.update(k[:, :, :69], v[:, :, :69])
+    key, value = layer.update(k[:, :, 69:], v[:, :, 69:])
+    expected = formula(q, layer.keys, layer.values, order(1, 70))
+    monkeypatch.setattr(Stored, "decoded", lambda self: pytest.fail("decoded"))
+    check(attention_forward(Module(), q, key, value, None), expected, atol=2e-2)
+    seen = torch.rand(2, 1, 1, 70, generator=torch.Generator().manual_seed(2)) > 0.4
+    check(attention_forward(Module(), q, key, value, seen), formula(q, layer.keys, layer.values, seen), atol=2e-2)
+
+
+class TestMasks:
+    """None where order says all; a window as an attribute; else the mask of the library."""
+
+    def options(self, S, T, **more):
+        return {"batch_size": 2, "q_length": S, "kv_length": T, "q_offset": T - S, **more}
+
+    @pytest.mark.parametrize("S", [1, 4, 9])
+    def test_plain_causal_order_needs_none(self, S):
+        ones = torch.ones(2, 9, dtype=torch.bool)
+        assert attention_mask(**self.options(S, 9)) is None
+        assert attention_mask(**self.options(S, 9), attention_mask=ones) is None
+
+    @pytest.mark.parametrize(
+        "more",
+        [
+            {"attention_mask": torch.arange(9)[None].expand(2, 9) > 2},
+            {"allow_is_causal_skip": False},
+            {"kv_length": 12},  # room of a static cache
+            {"local_size": 3, "mask_function": sliding_window_causal_mask_function(3)},
+        ],
+    )
+    def test_anything_else_is_written_out(self, more):
+        from transformers.masking_utils import sdpa_mask
+
+        options = {**self.options(4, 9), **more}
+        got = attention_mask(**options)
+        expected = sdpa_mask(**{**options, "allow_is_causal_skip": False})
+        assert got.dtype is torch.bool
+        assert torch.equal(got, expected)
+        assert not hasattr(got, WINDOW)
+
+    def test_a_window_is_an_attribute_that_an_operation_loses(self):
+        class Config:
+            sliding_window = 3
+
+        function = sliding_window_causal_mask_function(3)
+        mask = attention_mask(**self.options(2, 9), local_size=3, mask_function=function, config=Config)
+        assert getattr(mask, WINDOW) == 3
+        assert torch.equal(mask[0, 0], order(2, 9, 3))
+        assert not hasattr(mask & True, WINDOW)
+        q, k, v = made(2, 9)
+        expected = formula(q, k, v, order(2, 9, 3))
+        check(attention_forward(Module(), q, k, v, mask), expected)
+        check(attention_forward(Module(), q, k, v, mask & True), expected)
+
+    def test_chunks_are_no_windows(self):
+        class Config:
+            sliding_window = None
+            attention_chunk_size = 3
+
+        mask = attention_mask(**self.options(2, 9), local_size=3, mask_function=causal_mask_function, config=Config)
+        assert not hasattr(mask, WINDOW)
