@@ -983,7 +983,7 @@ NUMBERS = (
     54, 55, *range(57, 60), *range(62, 76),
 )  # fmt: skip
 #: What covers a case in place of a test of this folder.
-ELSEWHERE = ("integrations: ONNX", "command line")
+ELSEWHERE = ("command line",)
 
 
 def test_every_case_is_listed_with_tests_that_are_there():
