@@ -82,7 +82,7 @@ def commands(page: Path) -> list[list[str]]:
     """The commands of the shell blocks of *page*, as words, without variables set before them."""
     found = []
     for _, block in blocks(page, "sh"):
-        for line in block.replace("\\\n", " ").splitlines():
+        for line in re.sub(r"\$\(.*?\)", "X", block.replace("\\\n", " ")).splitlines():
             words = shlex.split(line, comments=True)
             while words:
                 end = next((i for i, word in enumerate(words) if word in JOINTS), len(words))
