@@ -3,6 +3,9 @@
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from sphinx.util import inspect
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the pages describe this checkout
 
@@ -25,6 +28,7 @@ autodoc_mock_imports = [
 autodoc_member_order = "groupwise"
 autodoc_typehints = "none"  # the docstrings say shapes and dtypes
 numpydoc_show_class_members = False
+default_role = "py:obj"  # `name` in a docstring is a link where there is such a name
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"kvnumba {release}"
@@ -40,3 +44,16 @@ html_theme_options = {
     "footer_end": [],
 }
 html_show_sourcelink = False
+
+
+def signature_of_init(app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> Any:
+    """The arguments of ``__init__`` for a class whose ``__new__`` takes any."""
+    if what == "class" and issubclass(obj, kvnumba.KVCache):
+        init = inspect.signature(obj.__init__, bound_method=True)
+        if "args" not in init.parameters:
+            return inspect.stringify_signature(init, show_annotation=False, show_return_annotation=False), returns
+    return signature, returns
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", signature_of_init)
