@@ -18,36 +18,12 @@ import onnx_ir as ir
 from kvnumba import checks
 from kvnumba.graph.nodes import ATTENTION, CACHE, NoCacheError, as_proto, attribute, described, ours
 from kvnumba.graph.runtime import Engine, OnnxRuntime, Reference, past_shapes
-from kvnumba.graph.states import ArrayState, AttentionState, attention_options, split_heads
+from kvnumba.graph.states import ArrayState, AttentionState, States, attention_options, split_heads
 from kvnumba.snapshot import Snapshot
 
 Array = npt.NDArray[Any]
 
 BACKENDS = ("onnxruntime", "reference")
-
-
-class States:
-    """The states of all nodes: what a snapshot of a session holds."""
-
-    def __init__(self, states: dict[str, ArrayState | AttentionState]) -> None:
-        self.by_name = states
-
-    def __len__(self) -> int:
-        return min((state.length() for state in self.by_name.values()), default=0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored tokens."""
-        return sum(state.nbytes() for state in self.by_name.values())
-
-    def _clone(self) -> States:
-        return States({name: state.clone() for name, state in self.by_name.items()})
-
-    def _take(self) -> States:
-        taken = self._clone()
-        for state in self.by_name.values():
-            state.reset()
-        return taken
 
 
 class Session:

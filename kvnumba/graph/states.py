@@ -171,6 +171,30 @@ class AttentionState:
         self.cache = loaded
 
 
+class States:
+    """The states of all nodes: what a snapshot of a session holds."""
+
+    def __init__(self, states: dict[str, ArrayState | AttentionState]) -> None:
+        self.by_name = states
+
+    def __len__(self) -> int:
+        return min((state.length() for state in self.by_name.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tokens."""
+        return sum(state.nbytes() for state in self.by_name.values())
+
+    def _clone(self) -> States:
+        return States({name: state.clone() for name, state in self.by_name.items()})
+
+    def _take(self) -> States:
+        taken = self._clone()
+        for state in self.by_name.values():
+            state.reset()
+        return taken
+
+
 def _empty(shape: list[str], axis: int) -> list[int]:
     """Shape of a state without tokens: 1 for a symbol that is not known yet, 0 along *axis*."""
     return [0 if i == axis else int(text) if text.isdigit() else 1 for i, text in enumerate(shape)]

@@ -1,0 +1,244 @@
+"""NNEF models with the operators of tract: read, written and run here, and the same by the engine itself."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+
+tract = pytest.importorskip("tract", reason="the peer engine (package tract) is not installed")
+pytest.importorskip("nnef", reason="nnef is not installed")
+
+from kvnumba.graph import nnef  # noqa: E402
+
+pytestmark = pytest.mark.onnx
+
+H_Q, H_KV, D, HIDDEN = 4, 2, 8, 12
+STEPS = (5, 1, 1, 40, 1, 3)
+
+HEAD = """version 1.0;
+
+extension tract_registry tract_core;
+extension tract_registry tract_transformers;
+extension tract_symbol S;
+extension tract_symbol P;
+
+graph network({inputs}) -> (o)
+{{
+"""
+SHAPES = f"past_sequence_shape=[1,{H_KV},P,{D}], input_sequence_shape=[1,{H_KV},S,{D}]"
+
+
+def external(name, heads):
+    return f"    {name} = tract_core_external(shape=[1,{heads},S,{D}], datum_type='f32');\n"
+
+
+def cache(out, into, bits=0, per_channel=0):
+    kind = "quantized_dyn_kv_cache" if bits else "dyn_kv_cache"
+    codes = f"bits={bits}, per_channel={per_channel}, " if bits else ""
+    return f"    {out} = tract_transformers_{kind}({into}, name='{out}', axis=2, {codes}datum_type='f32', {SHAPES});\n"
+
+
+def attention(bits=0, causal="true", more="", inputs="q, k, v"):
+    text = HEAD.format(inputs=inputs) + external("q", H_Q) + external("k", H_KV) + external("v", H_KV)
+    if "mask" in inputs:
+        text += "    mask = tract_core_external(shape=[1,1,S,P], datum_type='f32');\n"
+    text += cache("kc", "k", bits, 1) + cache("vc", "v", bits, 0)
+    return text + (
+        f"    o = tract_transformers_sdpa(q, kc, vc{more}, datum_type='f32', acc_datum_type='f32', "
+        f"is_causal={causal});\n}}\n"
+    )
+
+
+def engine(path):
+    return tract.nnef().with_tract_transformers().load(str(path)).into_runnable().spawn_state()
+
+
+def calls(seed=0):
+    rng = np.random.default_rng(seed)
+    for new in STEPS:
+        yield {name: rng.standard_normal((1, h, new, D), dtype=np.float32) for name, h in zip("qkv", (H_Q, H_KV, H_KV))}
+
+
+@pytest.mark.parametrize("archive", ["model", "model.tar", "model.tgz"])
+@pytest.mark.parametrize("causal", ["true", "false"])
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_a_model_written_here_runs_in_the_engine_with_the_same_outputs(bits, causal, archive, tmp_path):
+    model = nnef.parse(attention(bits, causal))
+    nnef.save(model, tmp_path / archive)
+    assert nnef.load(tmp_path / archive) == model
+    peer, session = engine(tmp_path / archive), nnef.Session(model)
+    for call in calls():
+        expected = peer.run(list(call.values()))[0].to_numpy()
+        np.testing.assert_allclose(session.run(call)["o"], expected, rtol=0, atol=2e-6)
+    assert session.length == sum(STEPS)
+
+
+@pytest.mark.parametrize("per_channel", [0, 1])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_outputs_agree_to_float32_rounding(bits, per_channel, tmp_path):
+    text = HEAD.format(inputs="x") + external("x", H_KV) + cache("o", "x", bits, per_channel) + "}\n"
+    model = nnef.parse(text)
+    nnef.save(model, tmp_path / "model")
+    peer, session = engine(tmp_path / "model"), nnef.Session(model)
+    for call in calls():
+        expected = peer.run([call["k"]])[0].to_numpy()
+        got = session.run({"x": call["k"]})["o"]
+        assert np.abs(got - expected).max() <= np.spacing(np.abs(expected).max())
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_a_model_dumped_by_the_engine_is_read_here(bits, tmp_path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "graph.nnef").write_text(attention(bits, more=", scale=0.3"))
+    framework = tract.nnef().with_tract_transformers()
+    dumped = framework.load(str(tmp_path / "first"))
+    framework.write_model_to_dir(dumped, str(tmp_path / "dump"))
+    framework.write_model_to_tar_gz(dumped, str(tmp_path / "dump.tgz"))
+    model = nnef.load(tmp_path / "dump")
+    assert nnef.load(tmp_path / "dump.tgz") == model
+    assert [one.kind for one in model.operations][-1] == "tract_transformers_sdpa"
+    assert sorted(model.extensions) == ["tract_symbol P", "tract_symbol S"]
+    peer, session = engine(tmp_path / "dump"), nnef.Session(model)
+    for call in calls():
+        expected = peer.run(list(call.values()))[0].to_numpy()
+        np.testing.assert_allclose(session.run(call)["o"], expected, rtol=0, atol=2e-6)
+
+
+def layer():
+    """A whole layer: products with variables, heads, caches, attention, heads together again."""
+    text = HEAD.format(inputs="x") + f"    x = tract_core_external(shape=[1,S,{HIDDEN}], datum_type='f32');\n"
+    tensors, rng = {}, np.random.default_rng(5)
+    for name, heads in (("q", H_Q), ("k", H_KV), ("v", H_KV)):
+        tensors[f"w{name}"] = rng.standard_normal((1, HIDDEN, heads * D)).astype(np.float32)
+        text += f"    w{name} = variable<scalar>(shape=[1,{HIDDEN},{heads * D}], label='w{name}');\n"
+        text += f"    {name}1 = matmul(x, w{name});\n"
+        text += f"    {name}2 = reshape({name}1, shape=[{heads},{D}], axis_start=2, axis_count=1);\n"
+        text += f"    {name} = transpose({name}2, axes=[0,2,1,3]);\n"
+    text += cache("kc", "k", 8, 1) + cache("vc", "v", 8, 0)
+    text += "    a = tract_transformers_sdpa(q, kc, vc, datum_type='f32', acc_datum_type='f32', is_causal=true);\n"
+    text += "    b = mul(a, 2.0);\n    o = add(b, q);\n}\n"
+    model = nnef.parse(text)
+    model.tensors = tensors
+    return model
+
+
+@pytest.mark.parametrize("archive", ["model", "model.tgz"])
+def test_variables_and_the_operators_of_a_layer(archive, tmp_path):
+    model = layer()
+    nnef.save(model, tmp_path / archive)
+    loaded = nnef.load(tmp_path / archive)
+    assert set(loaded.tensors) == {"wq", "wk", "wv"}
+    assert all(np.array_equal(loaded.tensors[name], model.tensors[name]) for name in model.tensors)
+    peer, session = engine(tmp_path / archive), nnef.Session(loaded)
+    rng = np.random.default_rng(1)
+    for new in STEPS:
+        x = rng.standard_normal((1, new, HIDDEN), dtype=np.float32)
+        expected = peer.run([x])[0].to_numpy()
+        np.testing.assert_allclose(session.run({"x": x})["o"], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_the_state_can_be_cut_frozen_and_reset(bits):
+    session = nnef.Session(nnef.parse(attention(bits)))
+    first, *rest = calls()
+    session.run(first)
+    snapshot, size = session.freeze(), session.nbytes
+    expected = [session.run(call)["o"].tobytes() for call in rest[:2]]
+    session.truncate(5)
+    assert (session.length, session.nbytes) == (5, size)
+    assert [session.run(call)["o"].tobytes() for call in rest[:2]] == expected
+    session.unfreeze(snapshot)
+    assert [session.run(call)["o"].tobytes() for call in rest[:2]] == expected
+    session.reset()
+    assert session.length == 0
+
+
+def test_facts_and_cost_of_each_cache():
+    model = nnef.parse(attention(8))
+    assert nnef.output_facts(model)["kc"] == ("f32", ["1", str(H_KV), "P+S", str(D)])
+    plain = nnef.cost(nnef.parse(attention()))
+    assert plain["kc"] == {"values_per_token": 16.0, "bytes_per_token": 64.0}
+    # One byte a value; keys: 8 bytes of parameters for each channel of 32 tokens; values: 8 bytes for each token.
+    costs = nnef.cost(model)
+    assert costs["kc"]["bytes_per_token"] == 16 + H_KV * D * 8 / 32
+    assert costs["vc"]["bytes_per_token"] == 16 + H_KV * 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("tract_transformers_sdpa(q", "tract_transformers_nothing(q", "must be a graph of known operators"),
+        ("is_causal=true", "is_causal=true, colour='red'", "must be a graph of known operators"),
+        ("    o = tract_transformers_sdpa(q, kc, vc, datum_type='f32', acc_datum_type='f32', is_causal=true);",
+         "    o = sqr(q);", r"operator sqr of 'o' must be one of add, concat"),
+        ("graph network", "graph", "must be a graph of known operators"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_named(old, new, words):
+    text = attention()
+    assert old in text
+    with pytest.raises(ValueError, match=words):
+        nnef.parse(text.replace(old, new))
+
+
+def test_wrong_calls_change_nothing():
+    session = nnef.Session(nnef.parse(attention(8)))
+    first, second, *_ = calls()
+    session.run(first)
+    with pytest.raises(ValueError, match=r"feeds must have the inputs \['k', 'q', 'v'\], got \['k'\]"):
+        session.run({"k": 1})
+    with pytest.raises(ValueError, match=r"k must have shape \[1, 2, S, 8\], got \[1, 3, 1, 8\]"):
+        session.run({**second, "k": np.zeros((1, 3, 1, D))})
+    bad = {**second, "v": np.full_like(second["v"], np.nan)}
+    with pytest.raises(ValueError, match=r"operator tract_transformers_quantized_dyn_kv_cache of 'vc': .*finite"):
+        session.run(bad)
+    assert {state.length() for state in session._states.by_name.values()} == {5}
+    with pytest.raises(ValueError, match="must have bits 4 or 8 and axis 2, got bits 3 and axis 2"):
+        nnef.Session(nnef.parse(attention(3)))
+    other = HEAD.format(inputs="x") + external("x", H_KV) + cache("o", "x") + "}\n"
+    with pytest.raises(ValueError, match="snapshot must come from a session of the same model"):
+        nnef.Session(nnef.parse(other)).unfreeze(session.freeze())
+
+
+def packed(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+def test_damaged_and_hostile_archives_are_refused(tmp_path):
+    nnef.save(layer(), tmp_path / "good.tar")
+    good = (tmp_path / "good.tar").read_bytes()
+    for cut in (0, 100, len(good) // 3):
+        (tmp_path / "bad.tar").write_bytes(good[:cut])
+        with pytest.raises(ValueError, match="must"):
+            nnef.load(tmp_path / "bad.tar")
+    graph = nnef.text(layer()).encode()
+    packed(tmp_path / "bad.tar", {"../outside.nnef": b"x", "graph.nnef": graph})
+    with pytest.raises(ValueError, match=r"must hold graph.nnef and .dat files only, got '../outside.nnef'"):
+        nnef.load(tmp_path / "bad.tar")
+    assert not (tmp_path.parent / "outside.nnef").exists()
+    packed(tmp_path / "bad.tar", {"graph.nnef": graph})
+    with pytest.raises(ValueError, match=r"variable 'wq' must have the file wq.dat, got none"):
+        nnef.load(tmp_path / "bad.tar")
+    packed(tmp_path / "bad.tar", {"graph.nnef": graph, "wq.dat": bytes(200)})
+    with pytest.raises(ValueError, match=r"wq.dat must have 1664 bytes"):
+        nnef.load(tmp_path / "bad.tar")
+    packed(tmp_path / "bad.tar", {"graph.nnef": graph, "wq.dat": bytes(1664)})
+    with pytest.raises(ValueError, match=r"wq.dat must be a tensor of NNEF"):
+        nnef.load(tmp_path / "bad.tar")
+    huge = graph.replace(f"[1, {HIDDEN}, {H_Q * D}]".encode(), b"[65535, 65535, 65535]", 1)
+    packed(tmp_path / "bad.tar", {"graph.nnef": huge, "wq.dat": bytes(1664)})
+    with pytest.raises(ValueError, match=r"wq.dat must have \d+ bytes, a header and float32"):
+        nnef.load(tmp_path / "bad.tar")
+    packed(tmp_path / "bad.tar", {"graph.nnef": graph.replace(b"label = 'wq'", b"label = '../wq'")})
+    with pytest.raises(ValueError, match=r"label of variable 'wq' must be a plain name, got '../wq'"):
+        nnef.load(tmp_path / "bad.tar")
+    packed(tmp_path / "bad.tar", {"wq.dat": b"x"})
+    with pytest.raises(ValueError, match=r"must hold graph.nnef, got none"):
+        nnef.load(tmp_path / "bad.tar")
+    with pytest.raises(FileNotFoundError):
+        nnef.load(tmp_path / "nowhere.tar")
