@@ -164,11 +164,14 @@ def lanes() -> Drawing:
     return d
 
 
+DRAWINGS = (pieces, key_block, value_block, lanes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=IMAGES, help="where to write")
     folder = parser.parse_args().folder
-    for draw in (pieces, key_block, value_block, lanes):
+    for draw in DRAWINGS:
         draw().write(folder / f"{draw.__name__}.svg")
 
 
