@@ -23,8 +23,14 @@ myst_heading_anchors = 3
 
 # Pages are built without the packages of the extras too.
 autodoc_mock_imports = [
-    name for name in ("onnx", "onnxruntime", "rich", "torch", "transformers", "typer") if find_spec(name) is None
+    name
+    for name in ("onnx", "onnx_ir", "onnxruntime", "onnxruntime_extensions", "torch", "transformers")
+    if find_spec(name) is None
 ]
+if autodoc_mock_imports:
+    from sphinx.ext.autodoc.mock import _MockModule
+
+    _MockModule.__version__ = "999.0"  # for those who ask a package for its version
 autodoc_member_order = "groupwise"
 autodoc_typehints = "none"  # the docstrings say shapes and dtypes
 numpydoc_show_class_members = False

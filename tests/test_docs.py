@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvnumba as kv
-from kvnumba import kernels
+from kvnumba import graph, kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -153,4 +153,5 @@ def test_every_public_name_is_in_the_reference():
     text = (DOCS / "api.md").read_text(encoding="utf-8")
     names = [f"kvnumba.{name}" for name in kv.__all__ if not name.startswith("__")]
     names += [f"kvnumba.kernels.{name}" for name in kernels.__all__]
+    names += [f"kvnumba.graph.{name}" for name in graph.__all__]
     assert [name for name in names if not re.search(rf":: {re.escape(name)}$", text, re.MULTILINE)] == []
