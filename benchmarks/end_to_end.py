@@ -24,8 +24,8 @@ import kvnumba as kv
 from kvnumba.demo import measure as demo
 from kvnumba.demo.model import Model, read_model, times
 from kvnumba.demo.weights import find_weights
+from kvnumba.machine import limits, processor
 
-from .peers.machine import limits, processor
 from .peers.timing import sample
 from .peers.work import Runner
 

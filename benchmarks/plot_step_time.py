@@ -19,9 +19,9 @@ import numba
 import numpy as np
 
 import kvnumba as kv
+from kvnumba.machine import limits, processor
 
 from .common import FORMATS, check_attend, filled_cache, normal
-from .peers.machine import limits, processor
 
 Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 TOKENS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]

@@ -5,10 +5,12 @@ Only what ``--help`` needs is imported here; a command imports the rest when it 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from kvnumba._version import __version__
 from kvnumba.spec import FORMATS
@@ -18,8 +20,9 @@ try:
 except ModuleNotFoundError:  # main() says what to install
     typer = None  # type: ignore[assignment]
 
-#: What the extra ``demo`` installs.
-EXTRA = ("typer", "rich", "gguf", "tokenizers", "threadpoolctl")
+#: What every command needs, the extra ``cli``; what the demo needs besides, the extra ``demo``.
+EXTRA = ("typer", "rich")
+DEMO_EXTRA = ("gguf", "tokenizers", "threadpoolctl")
 
 FORMAT_HELP = f"Cache format of the answer: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, or two of them as K/V."
 PROMPT = "Explain in a few sentences why the sky is blue."
@@ -52,6 +55,7 @@ def demo(
     in $KVNUMBA_CACHE or the user's cache folder. With no network and no --model,
     the tables are made on made-up keys and values.
     """
+    _need(DEMO_EXTRA, "kvnumba demo", "demo")
     from kvnumba.demo import DemoError
     from kvnumba.demo.run import parse_pair, run
 
@@ -62,17 +66,121 @@ def demo(
         raise typer.Exit(2) from None
 
 
+FORMATS_HELP = "Formats with commas between, each as K or K/V, or all."
+
+
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="An npy, npz or safetensors file.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; QuantizedTensor.load reads it.")],
+    layout: Annotated[str, typer.Option(help="per_channel (blocks of tokens) or per_token.")] = "per_channel",
+    bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
+    block: Annotated[int, typer.Option(min=1, help="Tokens of a block, for per_channel.")] = 32,
+    array: Annotated[str | None, typer.Option(help="Name of the array in an npz or safetensors file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Quantize an array [..., S, D] in a file, a part at a time; shows error, ratio and bytes."""
+    from kvnumba.commands import CommandError
+    from kvnumba.commands.quantize import quantize as run
+
+    if layout not in ("per_channel", "per_token"):
+        raise CommandError(f"--layout must be per_channel or per_token, got {layout}", 2)
+    if bits not in (4, 8):
+        raise CommandError(f"--bits must be 4 or 8, got {bits}", 2)
+    run(source, target, layout, bits, block, array, force, json)
+
+
+def dequantize(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="What quantize or QuantizedTensor.save wrote.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="npy file of float32 to write.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Decode a quantized array into an npy file."""
+    from kvnumba.commands.quantize import dequantize as run
+
+    run(source, target, force, json)
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A saved cache, an array, or an ONNX model.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell what a file holds: formats, lengths and bytes of caches, shapes of arrays, the caches of a model."""
+    from kvnumba.commands.inspect import inspect as run
+
+    run(file, json)
+
+
+def bench(
+    formats: Annotated[str, typer.Option(help=FORMATS_HELP)] = "float32,int8,int4",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between.")] = "512,2048,8192",
+    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = 1,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for the machine, and for each length.")] = 1.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw into this PNG or SVG file too.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure this machine: bandwidth, multiply-adds, and the time of a step by format and length."""
+    from kvnumba.commands.bench import bench as run
+
+    run(formats, lengths, threads, seconds, plot, json)
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Tell what is installed, what the processor can do, where compiled code is kept; and run a self-test."""
+    from kvnumba.commands.doctor import doctor as run
+
+    run(json)
+
+
+def warmup(
+    formats: Annotated[str, typer.Option(help=FORMATS_HELP)] = "int8",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compile ahead of the first token, with progress; the result is kept on disk."""
+    from kvnumba.commands.warmup import warmup as run
+
+    run(formats, json)
+
+
+def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """*command* with one line in place of a traceback for what a user can mend."""
+
+    @functools.wraps(command)
+    def call(**arguments: Any) -> None:
+        from kvnumba.commands import CommandError
+
+        try:
+            command(**arguments)
+        except CommandError as error:
+            typer.echo(f"kvnumba: {error}", err=True)
+            raise typer.Exit(error.code) from None
+        except OSError as error:
+            typer.echo(f"kvnumba: {error.strerror or error}: {error.filename}", err=True)
+            raise typer.Exit(1) from None
+
+    return call
+
+
+def _need(packages: Sequence[str], what: str, extra: str) -> None:
+    """End with one line unless all of *packages* are installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'kvnumba: {what} needs {", ".join(missing)}; pip install "kvnumba[{extra}]"', file=sys.stderr)
+        raise SystemExit(2)
+
+
 app = None
 if typer is not None:
     app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
     app.callback(invoke_without_command=True)(about)
     app.command()(demo)
+    for command in (quantize, dequantize, inspect, bench, doctor, warmup):
+        app.command()(_plain_errors(command))
 
 
 def main() -> None:
     """Entry point of the script ``kvnumba``."""
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    if missing or app is None:
-        print(f'kvnumba: the command line needs {", ".join(missing)}; pip install "kvnumba[demo]"', file=sys.stderr)
-        raise SystemExit(2)
+    _need(EXTRA, "the command line", "cli")
+    assert app is not None
     app()

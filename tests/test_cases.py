@@ -982,8 +982,6 @@ NUMBERS = (
     *range(1, 17), *range(18, 25), *range(27, 31), *range(32, 36), *range(37, 40), 41, 43, 44, *range(46, 52),
     54, 55, *range(57, 60), *range(62, 76),
 )  # fmt: skip
-#: What covers a case in place of a test of this folder.
-ELSEWHERE = ("command line",)
 
 
 def test_every_case_is_listed_with_tests_that_are_there():
@@ -997,8 +995,6 @@ def test_every_case_is_listed_with_tests_that_are_there():
     for _, fault, _, cover in rows:
         assert len(fault) > 10
         for entry in cover.split("<br>"):
-            if entry in ELSEWHERE:
-                continue
             file, name = re.fullmatch(r"`tests/(test_\w+\.py)::(test_\w+)`", entry).groups()
             if file not in defined:
                 body = ast.parse((here / file).read_text("utf-8")).body

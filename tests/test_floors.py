@@ -41,6 +41,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "growing.py",
         "interchange.py",
         "kernels/__init__.py",
+        "machine.py",
         "kernels/entry.py",
         "quantization.py",
         "snapshot.py",

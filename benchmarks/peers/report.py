@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .machine import Limits
+from kvnumba.machine import Limits
+
 from .work import RIGHT, Entry, Errors, Work
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 import kvnumba as kv
+from kvnumba.machine import Limits, Others, limits, processor
 
-from .machine import Limits, Others, limits, processor
 from .report import numbers, print_table
 from .timing import in_turns
 from .work import Entry, Errors, Runner, Work, errors

@@ -7,8 +7,9 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -33,7 +34,7 @@ class Limits(NamedTuple):
         return max(self.one_stream, self.four_streams)
 
 
-def _reader(streams: int):
+def _reader(streams: int) -> Callable[..., Any]:
     """A micro-kernel that sums *count* floats of *x*, from as many places at once as there are streams."""
 
     @microkernel
@@ -45,12 +46,17 @@ def _reader(streams: int):
             for s in range(streams):
                 for u, total in enumerate(sums):
                     total.set(total.get() + e.load(x, start + part * s + i + LANES * u, LANES))
-        total = sums[0].get()
-        for other in sums[1:]:
-            total = total + other.get()
-        return e.reduce_add(total)
+        return e.reduce_add(_together(sums))
 
     return read
+
+
+def _together(sums: list[Any]) -> Any:
+    """The sum of vectors in variables."""
+    total = sums[0].get()
+    for other in sums[1:]:
+        total = total + other.get()
+    return total
 
 
 _read_one, _read_four = _reader(1), _reader(4)
@@ -64,10 +70,7 @@ def _multiply_add(e: Emitter, times: Integer) -> Float:
     with e.range(0, times):
         for total in sums:
             total.set(e.fma(total.get(), factor, term))
-    total = sums[0].get()
-    for other in sums[1:]:
-        total = total + other.get()
-    return e.reduce_add(total)
+    return e.reduce_add(_together(sums))
 
 
 @numba.njit(nogil=True)
@@ -101,18 +104,23 @@ def shortest(work: Callable[[int], object], threads: int, seconds: float) -> flo
     return float(best)
 
 
+def _read_part(read: Callable[..., float], x: Any, part: int, thread: int) -> float:
+    """What a thread does for the bandwidth: it reads its part of *x*."""
+    return read(x, thread * part, part)
+
+
 def limits(threads: int = 1, seconds: float = 1.0) -> Limits:
     """Measure them, a third of *seconds* each, on 256 MB that the threads share out."""
     x = np.ones(1 << 26, np.float32)
     part = x.size // threads // (4 * LANES * VECTORS) * (4 * LANES * VECTORS)
     assert read_one(x, 0, 4096) == read_four(x, 0, 4096) == 4096
     bandwidth = [
-        threads * part * x.itemsize / shortest(lambda t, read=read: read(x, t * part, part), threads, seconds / 3)
+        threads * part * x.itemsize / shortest(partial(_read_part, read, x, part), threads, seconds / 3)
         for read in (read_one, read_four)
     ]
     times = 1 << 18
     flops = threads * times * 2 * LANES * CHAINS / shortest(lambda _: multiply_add(times), threads, seconds / 3)
-    return Limits(*bandwidth, flops)
+    return Limits(bandwidth[0], bandwidth[1], flops)
 
 
 class Others:

@@ -1,0 +1,50 @@
+"""What commands show: a bar for long work, on stderr and only on a terminal, and a table of what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+@contextmanager
+def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how far work of *total* units is; call what is given with the units done since."""
+    columns = (TextColumn(what), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.advance(task, done)
+
+
+def table(told: Mapping[str, Any]) -> None:
+    """Print names and values, one a line."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in told.items():
+        grid.add_row(name.replace("_", " "), shown(value))
+    Console().print(grid)
+
+
+def rows(title: str, found: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows with the same names under a title."""
+    listed = Table(title=title)
+    for name in found[0]:
+        listed.add_column(name.replace("_", " "), overflow="fold")
+    for row in found:
+        listed.add_row(*(shown(value) for value in row.values()))
+    Console().print(listed)
+
+
+def shown(value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, (list, tuple)):
+        return ", ".join(shown(item) for item in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

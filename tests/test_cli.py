@@ -1,0 +1,309 @@
+"""The commands of ``kvnumba`` besides the demo."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import kvnumba as kv
+from kvnumba import cli
+from kvnumba.commands import bench, doctor
+
+
+def call(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(one) for one in arguments])
+
+
+def told(*arguments):
+    """The JSON of a call that succeeds."""
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments, code=1):
+    """The one line of a call that fails."""
+    result = call(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvnumba: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def values(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+# ---- quantize, dequantize
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits"), [("per_channel", 4), ("per_channel", 8), ("per_token", 4), ("per_token", 8)]
+)
+@pytest.mark.parametrize("shape", [(3, 2, 70, 9), (70, 9), (1, 4)])
+def test_the_file_is_that_of_the_functions_bit_for_bit(shape, layout, bits, tmp_path):
+    x = values(*shape)
+    np.save(tmp_path / "x.npy", x)
+    found = told("quantize", tmp_path / "x.npy", tmp_path / "x.q", "--layout", layout, "--bits", bits)
+    made = kv.QuantizedTensor.load(tmp_path / "x.q")
+    expected = kv.quantize_per_channel(x, bits) if layout == "per_channel" else kv.quantize_per_token(x, bits)
+    for part in ("codes", "lo", "scale"):
+        np.testing.assert_array_equal(getattr(made, part), getattr(expected, part))
+    assert (made.layout, made.bits, made.shape, made.block_size) == (layout, bits, shape, expected.block_size)
+    error = expected.dequantize() - x.astype(np.float64)
+    assert found["max_error"] == pytest.approx(np.abs(error).max())
+    assert found["rms_error"] == pytest.approx(np.sqrt(np.square(error).mean()))
+    assert found["bytes"] == expected.nbytes
+    assert found["ratio"] == pytest.approx(x.nbytes / expected.nbytes)
+    told("dequantize", tmp_path / "x.q", tmp_path / "y.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), expected.dequantize())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy", "x.q", "y.npy"]
+
+
+def test_parts_end_where_groups_end(tmp_path, monkeypatch):
+    from kvnumba.commands import quantize
+
+    monkeypatch.setattr(quantize, "PART", 100)
+    x = values(2, 75, 9)
+    np.save(tmp_path / "x.npy", x)
+    for layout, expected in (
+        ("per_channel", kv.quantize_per_channel(x, 4, 8)),
+        ("per_token", kv.quantize_per_token(x, 4)),
+    ):
+        told("quantize", tmp_path / "x.npy", tmp_path / "x.q", "--layout", layout, "--block", 8, "--force")
+        made = kv.QuantizedTensor.load(tmp_path / "x.q")
+        np.testing.assert_array_equal(made.dequantize(), expected.dequantize())
+        told("dequantize", tmp_path / "x.q", tmp_path / "y.npy", "--force")
+        np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), expected.dequantize())
+
+
+def test_k48_fortran_order_and_views_keep_every_value_at_its_index(tmp_path):
+    x = np.asfortranarray(np.arange(24).reshape(2, 3, 4))
+    np.save(tmp_path / "x.npy", x)
+    assert np.load(tmp_path / "x.npy").flags.f_contiguous
+    told("quantize", tmp_path / "x.npy", tmp_path / "x.q", "--bits", 8)
+    told("dequantize", tmp_path / "x.q", tmp_path / "y.npy")
+    back, scale = np.load(tmp_path / "y.npy"), kv.QuantizedTensor.load(tmp_path / "x.q").scale
+    assert back.shape == x.shape
+    assert np.abs(back - x).max() <= scale.max() / 2 + 1e-6
+
+
+def test_npz_and_safetensors_are_read_by_name(tmp_path):
+    from safetensors.numpy import save_file
+
+    x, y = values(40, 8), values(3, 5)
+    np.savez(tmp_path / "two.npz", x=x, y=y)
+    save_file({"x": x, "y": y}, tmp_path / "two.safetensors")
+    for file in ("two.npz", "two.safetensors"):
+        told("quantize", tmp_path / file, tmp_path / "x.q", "--array", "x", "--force")
+        np.testing.assert_array_equal(
+            kv.QuantizedTensor.load(tmp_path / "x.q").dequantize(), kv.quantize_per_channel(x).dequantize()
+        )
+        assert "--array must be one of the 2 arrays" in refused("quantize", tmp_path / file, tmp_path / "z.q", code=2)
+        assert "got z" in refused("quantize", tmp_path / file, tmp_path / "z.q", "--array", "z", code=2)
+
+
+class Trap:
+    """What unpickling would run."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz"])
+def test_k47_objects_are_never_unpickled(name, tmp_path):
+    marker, x = tmp_path / "marker", np.empty(2, object)
+    x[:] = [Trap(marker)] * 2
+    (np.save if name.endswith("npy") else np.savez)(tmp_path / name, x)
+    for command in (["quantize", tmp_path / name, tmp_path / "x.q"], ["inspect", tmp_path / name]):
+        assert "Python objects, which are never unpickled" in refused(*command)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_k47_wrong_files_and_arguments_are_one_line(tmp_path):
+    out = tmp_path / "out"
+    np.save(tmp_path / "x.npy", values(4, 4))
+    assert "must be a file, got nothing there" in refused("quantize", tmp_path / "no.npy", out, code=2)
+    assert "must be a file, got a folder" in refused("quantize", tmp_path, out, code=2)
+    same = tmp_path / "x.npy"
+    assert "another file than the input" in refused("quantize", same, same, "--force", code=2)
+    assert "--layout must be per_channel or per_token, got rows" in refused(
+        "quantize", same, out, "--layout", "rows", code=2
+    )
+    assert "--bits must be 4 or 8, got 3" in refused("quantize", same, out, "--bits", 3, code=2)
+    assert "in a folder that exists" in refused("quantize", same, tmp_path / "no" / "out", code=2)
+    assert "--array must be left out" in refused("quantize", same, out, "--array", "x", code=2)
+    for name, array, words in (
+        ("flat.npy", values(5), "must have shape [..., S, D] for per_channel, got [5]"),
+        ("none.npy", values(3, 0), "must have at least one channel, got [3, 0]"),
+        ("text.npy", np.array([["a"]]), "x must be float16, bfloat16, float32"),
+        ("nan.npy", np.array([[1.0, np.nan]]), "x must be finite to be quantized, got nan at [0, 1]"),
+    ):
+        np.save(tmp_path / name, array)
+        assert words in refused("quantize", tmp_path / name, out)
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:100])
+    refused("quantize", tmp_path / "cut.npy", out)
+    (tmp_path / "bad.safetensors").write_bytes(bytes(100))
+    refused("quantize", tmp_path / "bad.safetensors", out)
+    assert "must be a file that QuantizedTensor.save wrote" in refused("dequantize", tmp_path / "x.npy", out)
+    assert not out.exists()
+    out.write_bytes(b"precious")
+    assert "must not exist; give --force to replace it" in refused("quantize", same, out, code=2)
+    assert out.read_bytes() == b"precious"
+
+
+def test_integers_empty_arrays_and_one_axis_per_token(tmp_path):
+    for x, layout in (
+        (np.arange(12).reshape(3, 4), "per_channel"),
+        (values(0, 4), "per_channel"),
+        (values(6), "per_token"),
+    ):
+        np.save(tmp_path / "x.npy", x)
+        told("quantize", tmp_path / "x.npy", tmp_path / "x.q", "--layout", layout, "--bits", 8, "--force")
+        told("dequantize", tmp_path / "x.q", tmp_path / "y.npy", "--force")
+        back = np.load(tmp_path / "y.npy")
+        assert back.shape == x.shape
+        np.testing.assert_allclose(back, x, rtol=0, atol=0.03)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit is one of Linux")
+def test_files_larger_than_memory_are_streamed(tmp_path):
+    """512 MB of floats with a heap of 256 MB: mapped files do not count for the limit, arrays do."""
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=(8, 1 << 17, 128))
+    x[:, ::4096] = 1
+    x.flush()
+    del x
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+
+    code = "import kvnumba, numpy as np; kvnumba.quantize_per_token(np.ones((2, 4))).dequantize()"
+    code += "; import resource; resource.setrlimit(resource.RLIMIT_DATA, (300 << 20,) * 2)"
+    code += "; import kvnumba.cli; kvnumba.cli.main()"
+    arguments = ["quantize", str(tmp_path / "x.npy"), str(tmp_path / "x.q"), "--layout", "per_token", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, preexec_fn=limit, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["shape"] == [8, 1 << 17, 128]
+
+
+# ---- inspect
+
+
+def test_inspect_tells_what_a_file_holds(tmp_path):
+    caches = kv.KVCaches(2, 2, 16, k_format=["int8", "int4"], v_format="int4")
+    for i in range(2):
+        caches.append(i, values(1, 2, 70, 16), values(1, 2, 70, 16))
+    caches.save(tmp_path / "caches")
+    found = told("inspect", tmp_path / "caches")
+    assert (found["kind"], found["length"], found["nbytes"]) == ("KVCaches", 70, caches.nbytes)
+    assert [(row["keys"], row["values"], row["lengths"]) for row in found["layers"]] == [
+        ("int8", "int4", [70]), ("int4", "int4", [70]),
+    ]  # fmt: skip
+    caches[0].save(tmp_path / "cache")
+    assert told("inspect", tmp_path / "cache")["layers"][0]["bytes_per_token"] == caches[0].spec.bytes_per_token
+    kv.quantize_per_channel(values(40, 8)).save(tmp_path / "tensor")
+    assert told("inspect", tmp_path / "tensor")["bits"] == 4
+    one = kv.QuantizedCache("per_token", 8)
+    one.append(values(5, 8))
+    one.save(tmp_path / "one")
+    assert told("inspect", tmp_path / "one")["layout"] == "per_token"
+    plain = kv.InPlaceCache(axis=1)
+    plain.append(values(2, 3))
+    plain.save(tmp_path / "plain")
+    assert told("inspect", tmp_path / "plain")["shape"] == [2, 3]
+    np.save(tmp_path / "x.npy", values(3, 4))
+    assert told("inspect", tmp_path / "x.npy")["shape"] == [3, 4]
+    assert "KVCaches" in call("inspect", tmp_path / "caches").output
+    data = bytearray((tmp_path / "caches").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "caches").write_bytes(data)
+    assert "it is damaged, the sum of its data is another one" in refused("inspect", tmp_path / "caches")
+
+
+@pytest.mark.onnx
+def test_inspect_prints_the_caches_of_an_onnx_model(tmp_path):
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    pytest.importorskip("onnx_ir", reason="onnx-ir is not installed")
+    from graphs import attention
+
+    onnx.save(attention("grouped"), tmp_path / "model.onnx")
+    rows = told("inspect", tmp_path / "model.onnx")["layers"]
+    assert [(row["node"], row["shape"]) for row in rows] == [
+        ("past_k.cache", ["2", "2", "P+S", "8"]), ("past_v.cache", ["2", "2", "P+S", "8"]),
+    ]  # fmt: skip
+    (tmp_path / "bad.onnx").write_bytes(b"nothing")
+    assert "must be an ONNX model" in refused("inspect", tmp_path / "bad.onnx")
+
+
+# ---- bench, doctor, warmup, help
+
+
+def test_bench_measures_prints_and_draws(tmp_path):
+    options = ("--formats", "int8,int8/int4", "--lengths", "64,128", "--seconds", "0.01")
+    found = told("bench", *options)
+    assert [(row["format"], row["tokens"]) for row in found["rows"]] == [
+        (name, n) for n in (64, 128) for name in ("int8/int8", "int8/int4")
+    ]
+    assert found["bandwidth_gb_per_s"] > 0.1
+    assert all(row["milliseconds"] > 0 for row in found["rows"])
+    shown = call("bench", *options).output
+    assert "o int8/int8   x int8/int4" in shown
+    plot = bench.terminal_plot(found["rows"]).splitlines()
+    assert len({len(line) for line in plot[:14]}) == 1
+    assert "--formats must be of float32" in refused("bench", "--formats", "int9", code=2)
+    assert "--lengths must be positive numbers" in refused("bench", "--lengths", "0", code=2)
+    assert "--plot must be a file that ends in .png or .svg" in refused("bench", "--plot", tmp_path / "x.gif", code=2)
+
+
+def test_bench_draws_a_file(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    told("bench", "--formats", "int8", "--lengths", "64,128", "--seconds", "0.01", "--plot", tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
+
+
+def test_doctor_tells_the_state_and_fails_with_the_self_test(monkeypatch):
+    found = told("doctor")
+    assert found["self_test"] == "passed"
+    assert found["threads"] == kv.get_num_threads()
+    assert any(one.startswith("numba ") for one in found["packages"])
+    monkeypatch.setattr(kv.KVCache, "attend", lambda self, q: q)
+    assert "attention is off by" in doctor.self_test()
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "kvnumba: the self-test must pass, got: float32: attention is off" in result.stderr
+
+
+def test_warmup_compiles_the_formats_asked_for():
+    found = told("warmup", "--formats", "int8, int8/int4")
+    assert found["formats"] == ["int8/int8", "int8/int4"]
+    assert "got 'x'" in refused("warmup", "--formats", "x", code=2)
+
+
+@pytest.mark.parametrize("command", ["quantize", "dequantize", "inspect", "bench", "doctor", "warmup"])
+def test_help_of_each_command(command):
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.output
+
+
+def test_k65_help_takes_less_than_a_second():
+    code = "import kvnumba.cli; kvnumba.cli.main()"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, check=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1
