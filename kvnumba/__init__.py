@@ -7,6 +7,7 @@ from kvnumba.container import KVCaches, layer_formats
 from kvnumba.functional import attention, merge_attention
 from kvnumba.growing import ConcatCache, InPlaceCache
 from kvnumba.quantization import (
+    QuantizationError,
     QuantizedTensor,
     pack_nibbles,
     quantize_per_channel,
@@ -32,6 +33,7 @@ __all__ = [
     "KVCache",
     "KVCaches",
     "QuantizedCache",
+    "QuantizationError",
     "QuantizedTensor",
     "Snapshot",
     "WindowedKVCache",

@@ -6,8 +6,9 @@ interchange form: 8 bits, one code a byte; 4 bits, even index in the low nibble 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,14 @@ from kvnumba.spec import BLOCK, row_bytes
 
 Codes = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
+
+
+class QuantizationError(NamedTuple):
+    """How far quantized values are from the original ones."""
+
+    max: float  #: largest absolute difference
+    rms: float  #: root of the mean square difference
+    snr_db: float  #: signal-to-noise ratio in decibels; infinite where nothing was lost
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,9 +105,69 @@ class QuantizedTensor:
             return self.codes.copy()
         return unpack_nibbles(self.codes, self.shape[-1])
 
-    def dequantize(self) -> FloatArray:
-        """Return the values, float32 of the full shape, in a fresh array."""
-        out = np.empty(self.shape, np.float32)
+    def dequantize(self, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Return the values, float32 of the full shape, in a fresh array or in *out*.
+
+        Parameters
+        ----------
+        out : ndarray, optional
+            Writeable, of the full shape and any float dtype: float16, bfloat16, float32 or float64.
+
+        Raises
+        ------
+        TypeError, ValueError
+            *out* is no such array; it is unchanged.
+        """
+        if out is None:
+            return self._decoded(np.empty(self.shape, np.float32))
+        _output(out, self.shape)
+        if out.dtype == np.float32 and out.flags.carray:
+            return self._decoded(out)
+        with np.errstate(all="ignore"):  # values beyond a narrower type become infinite
+            out[...] = self._decoded(np.empty(self.shape, np.float32))
+        return out
+
+    def error(self, x: Any) -> QuantizationError:
+        """Return how far the values are from *x*, the array that was quantized, computed in float64."""
+        array = checks.numbers("x", x)
+        if array.shape != self.shape:
+            raise ValueError(f"x must have shape {list(self.shape)} as the tensor, got {list(array.shape)}")
+        exact = array.astype(np.float64)
+        difference = self.dequantize() - exact
+        noise, signal = (float(np.square(part).sum()) for part in (difference, exact))
+        rms = math.sqrt(noise / max(exact.size, 1))
+        snr = math.inf if noise == 0 else -math.inf if signal == 0 else 10 * math.log10(signal / noise)
+        return QuantizationError(float(np.abs(difference).max(initial=0)), rms, snr)
+
+    def __getitem__(self, index: Any) -> npt.NDArray[Any]:
+        """Values at *index*, as ``dequantize()[index]`` gives them; only the groups they are in are decoded.
+
+        Integers, slices and an ellipsis, one for each axis at most.
+        """
+        places = _basic_index(index, self.shape)
+        if len(self.shape) == 1:
+            return self.dequantize()[places[0]]
+        *lead, tokens, channels = places
+        lead = [slice(n, n + 1) if isinstance(n, int) else n for n in lead]
+        span = range(self.shape[-2])[tokens] if isinstance(tokens, slice) else range(tokens, tokens + 1)
+        first, last = (min(span), max(span) + 1) if len(span) else (0, 0)
+        if self.block_size is not None:
+            first -= first % self.block_size
+            groups = slice(first // self.block_size, -(-last // self.block_size))
+        else:
+            groups = slice(first, last)
+        token_at, group_at = (*lead, slice(first, last)), (*lead, groups)
+        codes = np.ascontiguousarray(self.codes[token_at])
+        lo, scale = (np.ascontiguousarray(part[group_at]) for part in (self.lo, self.scale))
+        shape = (*codes.shape[:-1], self.shape[-1])
+        values = QuantizedTensor(codes, lo, scale, self.bits, self.layout, shape, self.block_size).dequantize()
+        rows = [n - first for n in span]
+        at = rows[0] if isinstance(tokens, int) else rows
+        kept = (*(0 if isinstance(n, int) else slice(None) for n in places[:-2]), Ellipsis)
+        return values[..., at, :][kept][..., channels]
+
+    def _decoded(self, out: FloatArray) -> FloatArray:
+        """The values in *out*, float32 in C order."""
         if out.size == 0:
             return out
         codes = _plain(self.codes) if self.bits == 8 else self.unpacked()
@@ -234,6 +303,38 @@ def unpack_nibbles(packed: Any, n: int) -> Codes:
     if codes.size:
         unpack_nibbles_rows(_rows(array), _rows(codes))
     return codes
+
+
+def _output(out: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless *out* can take the values of a tensor of *shape*."""
+    if not isinstance(out, np.ndarray) or out.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        came = f"dtype {out.dtype}" if isinstance(out, np.ndarray) else type(out).__name__
+        raise TypeError(f"out must be an array of float16, bfloat16, float32 or float64, got {came}")
+    if out.shape != shape or not out.flags.writeable:
+        came = "a read-only array" if out.shape == shape else str(list(out.shape))
+        raise ValueError(f"out must be writeable and have shape {list(shape)}, got {came}")
+
+
+def _basic_index(index: Any, shape: tuple[int, ...]) -> list[Any]:
+    """*index* with an integer from 0, or a slice, for each axis."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if any(one is Ellipsis for one in given):
+        at = next(i for i, one in enumerate(given) if one is Ellipsis)
+        given[at : at + 1] = [slice(None)] * (len(shape) - len(given) + 1)
+    given += [slice(None)] * (len(shape) - len(given))
+    if len(given) != len(shape):
+        raise IndexError(f"index must have at most {len(shape)} entries, got {len(given)}")
+    places: list[Any] = []
+    for axis, (one, n) in enumerate(zip(given, shape)):
+        if isinstance(one, slice):
+            places.append(one)
+        elif isinstance(one, (int, np.integer)) and not isinstance(one, bool):
+            if not -n <= one < n:
+                raise IndexError(f"index must be from {-n} to {n - 1} for axis {axis}, got {one}")
+            places.append(int(one) % n)
+        else:
+            raise TypeError(f"index must hold integers, slices and one ellipsis, got {type(one).__name__}")
+    return places
 
 
 def _input(x: Any, names: str, axes: int) -> FloatArray:

@@ -268,6 +268,7 @@ def test_bench_measures_prints_and_draws(tmp_path):
     assert "--plot must be a file that ends in .png or .svg" in refused("bench", "--plot", tmp_path / "x.gif", code=2)
 
 
+@pytest.mark.plots
 def test_bench_draws_a_file(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     told("bench", "--formats", "int8", "--lengths", "64,128", "--seconds", "0.01", "--plot", tmp_path / "x.svg")

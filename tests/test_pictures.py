@@ -53,6 +53,7 @@ def test_the_numbers_of_the_pictures_of_codes_are_those_of_the_model(plots):
     assert counts == written["counts"]
 
 
+@pytest.mark.plots
 @pytest.mark.parametrize("name", ["memory", "codes", "quality"])
 def test_a_picture_can_be_drawn_again(plots, name, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib (extra bench)")

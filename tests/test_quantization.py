@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import bit_equal
 
 from kvnumba import reference
 from kvnumba.kernels import packing, quantize
@@ -443,3 +444,74 @@ def test_all_inputs_share_one_compiled_version():  # K66
         packing.unpack_nibbles_rows,
     ):
         assert len(kernel.signatures) == 1
+
+
+# ---- values out of a tensor
+
+
+@pytest.fixture(params=["per_channel", "per_token"])
+def tensor(request):
+    x = normal((3, 2, 75, 9))
+    return x, quantize_per_channel(x, 4, 8) if request.param == "per_channel" else quantize_per_token(x, 4)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0, -1, (1, 1), (2, 0, 7), (2, 0, 7, 3), (..., 5), (slice(None), 1), (0, 0, slice(8, 16)),
+        (0, 0, slice(3, 42, 5)),
+        (0, 0, slice(60, 5, -7)), (slice(0, 2), slice(None), slice(70, None)), (..., slice(2, 5)), (0, ..., 2),
+        (0, 0, slice(5, 5)), (slice(2, 0), 0), slice(None), (),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_tensor_is_that_part_of_its_values(tensor, index):
+    _, quantized = tensor
+    expected = quantized.dequantize()[index]
+    got = quantized[index]
+    assert bit_equal(np.asarray(got), np.asarray(expected))
+
+
+def test_a_part_decodes_only_the_groups_it_is_in(tensor, monkeypatch):
+    _, quantized = tensor
+    seen = []
+    decode = type(quantized)._decoded
+    monkeypatch.setattr(type(quantized), "_decoded", lambda self, out: seen.append(out.size) or decode(self, out))
+    quantized[1, 0, 17]
+    assert seen[0] <= 8 * 9
+
+
+def test_an_index_that_is_not_basic_is_refused(tensor):
+    _, quantized = tensor
+    for index, words in (((0, 0, 75), "from -75 to 74 for axis 2, got 75"), ((0,) * 5, "at most 4 entries, got 5")):
+        with pytest.raises(IndexError, match=words):
+            quantized[index]
+    with pytest.raises(TypeError, match="integers, slices and one ellipsis, got list"):
+        quantized[[0, 1]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_values_are_written_into_an_array_of_ones_own(tensor, dtype):
+    _, quantized = tensor
+    for out in (np.empty(quantized.shape, dtype), np.empty(quantized.shape[::-1], dtype).T):
+        assert quantized.dequantize(out=out) is out
+        assert bit_equal(out, quantized.dequantize().astype(dtype))
+    with pytest.raises(ValueError, match=r"out must be writeable and have shape \[3, 2, 75, 9\], got \[3\]"):
+        quantized.dequantize(out=np.empty(3, dtype))
+    frozen = np.zeros(quantized.shape, dtype)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="got a read-only array"):
+        quantized.dequantize(out=frozen)
+    with pytest.raises(TypeError, match=r"out must be an array of float16.* got dtype int32"):
+        quantized.dequantize(out=np.empty(quantized.shape, np.int32))
+
+
+def test_the_error_is_that_of_the_formulas(tensor):
+    x, quantized = tensor
+    difference = quantized.dequantize().astype(np.float64) - x
+    error = quantized.error(x)
+    assert error.max == np.abs(difference).max()
+    assert error.rms == pytest.approx(np.sqrt(np.mean(difference**2)))
+    assert error.snr_db == pytest.approx(10 * np.log10(np.sum(x.astype(np.float64) ** 2) / np.sum(difference**2)))
+    assert quantized.error(quantized.dequantize()) == (0, 0, np.inf)
+    with pytest.raises(ValueError, match=r"x must have shape \[3, 2, 75, 9\] as the tensor, got \[2\]"):
+        quantized.error(np.zeros(2))
