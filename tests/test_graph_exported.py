@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-for name in ("transformers", "onnxscript", "onnxruntime_extensions", "onnx_ir"):
+for name in ("transformers", "accelerate", "onnxscript", "onnxruntime_extensions", "onnx_ir"):
     pytest.importorskip(name, reason=f"{name} is not installed")
 
 import onnxruntime  # noqa: E402

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate, which is not installed")
 
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
