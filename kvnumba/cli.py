@@ -181,6 +181,6 @@ if typer is not None:
 
 def main() -> None:
     """Entry point of the script ``kvnumba``."""
-    _need(EXTRA, "the command line", "cli")
+    _need(EXTRA, "the command line", "demo" if sys.argv[1:2] == ["demo"] else "cli")
     assert app is not None
     app()

@@ -1,8 +1,7 @@
 """Benchmarks measure what they say: everything is compiled in `setup`, where the results are checked too."""
 
-from __future__ import annotations
-
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -20,8 +19,37 @@ TIMED = {
     "decode.Decode": [(256, "concat"), (256, "inplace-view"), (256, "inplace-contiguous")],
     "decode.FusedDecode": [(256, "concat"), (256, "float32"), (256, "int8"), (256, "int4")],
     "snapshot.Snapshot": [(256, "float32"), (256, "int8")],
+    "state.State": [(256, "float32"), (256, "int4")],
+    "state.Rows": [(256, "int4")],
+    "state.Window": [("int4",)],
+    "state.Layers": [("int4",)],
+    "arrays.Quantize": [("per_channel", 4), ("per_token", 8)],
+    "arrays.Nibbles": [()],
+    "arrays.Attention": [()],
+    "arrays.Codes": [("per_channel", 8), ("per_token", 4)],
     "attend.Attend": [(512, "float32"), (512, "int8"), (512, "int4")],
 }
+
+
+#: Public names without a benchmark, and why.
+NOT_MEASURED = {
+    "FORMATS": "a constant", "CacheSpec": "a handful of numbers", "__version__": "a constant",
+    "Snapshot": "made by freeze",
+    "WindowedKVCache": "made by KVCache(window=...)", "QuantizedTensor": "made by quantize_per_channel",
+    "QuantizationError": "made by QuantizedTensor.error", "layer_formats": "a list of words", "nbytes": "a sum",
+    "get_num_threads": "a number", "set_num_threads": "a number", "warmup": "compile.py measures what it does",
+}  # fmt: skip
+
+
+def test_every_public_operation_has_a_benchmark():
+    text = "".join(path.read_text("utf-8") for path in ROOT.glob("benchmarks/*.py"))
+    missing = [name for name in kv.__all__ if name not in NOT_MEASURED and not re.search(rf"kv\.{name}\b", text)]
+    methods = [
+        name for name in vars(kv.KVCache)
+        if not name.startswith("_") and callable(getattr(kv.KVCache, name)) and f".{name}(" not in text
+    ]  # fmt: skip
+    assert (missing, sorted(methods)) == ([], ["reserve", "reset"])  # both only make or drop arrays
+    assert set(NOT_MEASURED) <= set(kv.__all__)
 
 
 @pytest.fixture

@@ -414,14 +414,16 @@ def test_a_prompt_longer_than_the_context_is_refused(tiny, small):
     assert "--prompt must have 1 to 511 tokens" in result.output
 
 
-def test_without_the_extra_main_says_what_to_install(monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "extra"), [("demo", "demo"), ("bench", "cli"), (None, "cli")])
+def test_without_the_extra_main_says_what_to_install(command, extra, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvnumba", command] if command else ["kvnumba"])
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert 'pip install "kvnumba[demo]"' in said
+    assert f'pip install "kvnumba[{extra}]"' in said
 
 
 def test_importing_the_package_imports_nothing_of_the_demo():
