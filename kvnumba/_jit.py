@@ -39,14 +39,17 @@ ABOVE = ("cli.py", "commands", "demo", "graph", "integrations")
 
 
 def _package_stamp() -> str:
-    """Digest of the version, and of the size and modification time of the source files below the top floor."""
+    """Digest of the version and of the source files below the top floor.
+
+    Of what they hold, not of when they were written: installing the same package again leaves compiled code valid.
+    """
     root = Path(__file__).parent
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
         if place.parts[0] not in ABOVE:
-            info = path.stat()
-            digest.update(f"{place}:{info.st_size}:{info.st_mtime_ns};".encode())
+            source = path.read_bytes()
+            digest.update(f"{place.as_posix()}:{len(source)}:".encode() + source)
     return digest.hexdigest()
 
 

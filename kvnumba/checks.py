@@ -351,6 +351,15 @@ def axis(value: Any) -> int:
     return number
 
 
+def axis_of(name: str, value: Any, shape: Sequence[int]) -> int:
+    """Return *value* as an axis of an array of *shape*, counted from the end: -1 is the last one."""
+    axes = len(shape)
+    number = _integer(name, value, "an integer, the number of an axis")
+    if not -axes <= number < axes:
+        raise ValueError(f"{name} must be an integer from {-axes} to {axes - 1} for shape {list(shape)}, got {number}")
+    return number if number < 0 else number - axes
+
+
 def length(name: str, n: Any, current: int) -> int:
     """Return *n* as int if a cache of *current* tokens can be cut to it: 0 <= n <= current."""
     number = _integer(name, n, f"an integer from 0 to the length {current}")

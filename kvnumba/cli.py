@@ -72,14 +72,21 @@ FORMATS_HELP = "Formats with commas between, each as K or K/V, or all."
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="An npy, npz or safetensors file.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; QuantizedTensor.load reads it.")],
-    layout: Annotated[str, typer.Option(help="per_channel (blocks of tokens) or per_token.")] = "per_channel",
+    layout: Annotated[str, typer.Option(help="per_channel: blocks of tokens; per_token: whole rows.")] = "per_channel",
     bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
-    block: Annotated[int, typer.Option(min=1, help="Tokens of a block, for per_channel.")] = 32,
+    block: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Numbers of a group: 32 for per_channel, all for per_token."),
+    ] = None,
+    axis: Annotated[
+        int | None,
+        typer.Option(show_default=False, help="Axis groups lie along: -2 for per_channel, -1 for per_token."),
+    ] = None,
     array: Annotated[str | None, typer.Option(help="Name of the array in an npz or safetensors file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Quantize an array [..., S, D] in a file, a part at a time; shows error, ratio and bytes."""
+    """Quantize an array in a file, a part at a time; shows error, ratio and bytes."""
     from kvnumba.commands import CommandError
     from kvnumba.commands.quantize import quantize as run
 
@@ -87,7 +94,7 @@ def quantize(
         raise CommandError(f"--layout must be per_channel or per_token, got {layout}", 2)
     if bits not in (4, 8):
         raise CommandError(f"--bits must be 4 or 8, got {bits}", 2)
-    run(source, target, layout, bits, block, array, force, json)
+    run(source, target, layout, bits, block, axis, array, force, json)
 
 
 def dequantize(

@@ -20,7 +20,7 @@ import numpy as np
 
 import kvnumba as kv
 import kvnumba.interchange
-import kvnumba.quantization
+import kvnumba.quantization.tensor
 from kvnumba import storage
 
 START = 8 + len(storage._START)
@@ -50,6 +50,7 @@ def caches() -> dict[str, object]:
         cache.append(numbers(2, 9, 3))
         made[name] = cache
     made["tensor"] = kv.quantize_per_channel(numbers(2, 9, 3), 4, 4)
+    made["tensor-axis"] = kv.quantize_per_token(numbers(9, 2, 3), 8, 4, axis=0)
     return made
 
 
@@ -142,7 +143,7 @@ PLANS = {
     "QuantizedCache": kv.interchange._codes_plan,
     "ConcatCache": kv.interchange._array_plan,
     "InPlaceCache": kv.interchange._array_plan,
-    "QuantizedTensor": kv.quantization._plan,
+    "QuantizedTensor": kvnumba.quantization.tensor.plan,
 }
 
 

@@ -33,7 +33,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "kernels/states.py",
         "kernels/tiles.py",
     ),
-    3: ("kernels/append.py", "kernels/attention*.py", "kernels/prefill.py"),
+    3: ("kernels/append.py", "kernels/attention*.py"),
     4: (
         "functional.py",
         "cache.py",
@@ -43,7 +43,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "kernels/__init__.py",
         "machine.py",
         "kernels/entry.py",
-        "quantization.py",
+        "quantization/*",
         "snapshot.py",
         "storage.py",
         "threads.py",
@@ -56,7 +56,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
 
 # Write path and read path: two roads that meet only in buffers.py and below.
 WRITE_PATH = ("kernels/append.py",)
-READ_PATH = ("kernels/attention*.py", "kernels/prefill.py")
+READ_PATH = ("kernels/attention*.py",)
 
 # What `import kvnumba` must leave alone.
 HEAVY = ("gguf", "onnx", "rich", "tokenizers", "torch", "transformers", "typer")

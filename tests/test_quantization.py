@@ -20,6 +20,7 @@ from kvnumba.quantization import (
     quantize_per_token,
     unpack_nibbles,
 )
+from kvnumba.quantization.groups import Groups
 
 DIMS = [1, 2, 3, 15, 16, 17, 33, 63, 65, 80, 96, 127]
 
@@ -337,11 +338,18 @@ def test_the_parts_of_a_tensor_must_belong_together():
         ("scale", qt.scale.tolist(), TypeError, "scale must be an array of float32, got list"),
         ("bits", 8, ValueError, "codes must have shape"),
         ("block_size", 64, ValueError, "lo must have shape"),
-        ("layout", "per_token", ValueError, "block_size must be None"),
+        ("layout", "per_token", ValueError, r"lo must have shape \[2, 40, 1\], got \[2, 2, 9\]"),
+        ("axis", 1, ValueError, None),
+        ("axis", 0, ValueError, r"lo must have shape \[1, 40, 9\], got \[2, 2, 9\]"),
+        ("axis", 3, ValueError, r"axis must be an integer from -3 to 2 for shape \[2, 40, 9\], got 3"),
+        ("axis", "2", TypeError, "axis must be an integer"),
         ("shape", (2, 40, 12), ValueError, "codes must have shape"),
         ("shape", (9,), ValueError, "shape must have 2 or more axes"),
     ]
     for name, value, error, text in wrong:
+        if text is None:  # another way to say the same
+            assert QuantizedTensor(**{**parts, name: value}).axis == -2
+            continue
         with pytest.raises(error, match=text):
             QuantizedTensor(**{**parts, name: value})
 
@@ -474,10 +482,10 @@ def test_a_part_of_a_tensor_is_that_part_of_its_values(tensor, index):
 def test_a_part_decodes_only_the_groups_it_is_in(tensor, monkeypatch):
     _, quantized = tensor
     seen = []
-    decode = type(quantized)._decoded
-    monkeypatch.setattr(type(quantized), "_decoded", lambda self, out: seen.append(out.size) or decode(self, out))
+    decode = Groups.decode
+    monkeypatch.setattr(Groups, "decode", lambda self, *arrays: seen.append(arrays[0].size) or decode(self, *arrays))
     quantized[1, 0, 17]
-    assert seen[0] <= 8 * 9
+    assert 0 < seen[0] <= 8 * 9
 
 
 def test_an_index_that_is_not_basic_is_refused(tensor):
@@ -515,3 +523,150 @@ def test_the_error_is_that_of_the_formulas(tensor):
     assert quantized.error(quantized.dequantize()) == (0, 0, np.inf)
     with pytest.raises(ValueError, match=r"x must have shape \[3, 2, 75, 9\] as the tensor, got \[2\]"):
         quantized.error(np.zeros(2))
+
+
+# ---- any axis, any size of groups
+
+
+def by_hand(x: np.ndarray, bits: int, axis: int, block: int) -> np.ndarray:
+    """Values of *x* after quantization of each block along *axis* by itself."""
+    moved = np.moveaxis(x, axis, -1)
+    blocks = [
+        quantize_per_token(moved[..., i : i + block], bits).dequantize() for i in range(0, moved.shape[-1], block)
+    ]
+    return np.moveaxis(np.concatenate(blocks, -1), -1, axis)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(7,), (64,), (5, 9), (8, 1), (3, 10, 7), (2, 3, 8, 5), (1, 2, 1, 33, 2)])
+@pytest.mark.parametrize("block", [1, 3, 4, 32, None])
+def test_groups_lie_along_any_axis(shape, bits, block, tmp_path):
+    x = normal(shape)
+    for axis in range(-len(shape), len(shape)):
+        n = shape[axis]
+        expected = by_hand(x, bits, axis, block or n)
+        for function in (quantize_per_channel, quantize_per_token):
+            qt = function(x, bits, block_size=block, axis=axis)
+            assert bit_equal(qt.dequantize(), expected)
+            assert qt.axis == axis % len(shape) - len(shape)
+            groups = -(-n // (block or n))
+            kept = qt.layout == "per_channel" or block is not None
+            at = axis % len(shape)
+            assert qt.lo.shape == (*shape[:at], *([groups] if kept else []), *shape[at + 1 :])
+            assert qt.error(x).max <= qt.scale.max() * 0.501
+            qt.save(tmp_path / "x")
+            again = QuantizedTensor.load(tmp_path / "x")
+            assert bit_equal(again.dequantize(), expected)
+            assert repr(again) == repr(qt)
+
+
+def test_a_whole_axis_is_a_block_of_its_own():
+    x = normal((70, 6))
+    qt = quantize_per_channel(x, 8, block_size=None)
+    assert qt.block_size == 70
+    assert qt.lo.shape == (1, 6)
+    assert bit_equal(qt.dequantize(), quantize_per_token(x.T, 8).dequantize().T)
+    assert quantize_per_channel(x[:0], block_size=None).dequantize().shape == (0, 6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("block", [3, None])
+@pytest.mark.parametrize(
+    "index",
+    [
+        0, -1, (1, 1), (2, 0, 7), (..., 5), (slice(None), 1), (0, slice(3, 9)), (slice(3, 8, 3), 2),
+        (slice(9, 2, -2), ...), (slice(None, None, -1), slice(None, None, -1), slice(None, None, -1)),
+        (slice(4, 4), 1), (1, slice(4, 2), slice(2, 5)),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_tensor_with_groups_along_any_axis(axis, block, index):
+    for function in (quantize_per_channel, quantize_per_token):
+        qt = function(normal((10, 9, 11)), 4, block_size=block, axis=axis)
+        assert bit_equal(np.asarray(qt[index]), np.asarray(qt.dequantize()[index]))
+
+
+def test_an_axis_that_is_not_there_is_refused():
+    x = normal((4, 6))
+    with pytest.raises(ValueError, match=r"axis must be an integer from -2 to 1 for shape \[4, 6\], got 2"):
+        quantize_per_token(x, axis=2)
+    with pytest.raises(TypeError, match="axis must be an integer, the number of an axis, got"):
+        quantize_per_channel(x, axis=None)
+    with pytest.raises(ValueError, match="block_size must be a positive integer, got 0"):
+        quantize_per_token(x, block_size=0)
+    with pytest.raises(ValueError, match=r"at least one channel along axis 0, got shape \[0, 6\]"):
+        quantize_per_token(x[:0], axis=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_any_float_type_goes_in_and_comes_out(dtype):
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    x = normal((5, 40)).astype(dtype)
+    qt = quantize_per_token(x, 8, block_size=16)
+    assert bit_equal(qt.dequantize(), quantize_per_token(x.astype(np.float32), 8, block_size=16).dequantize())
+    out = np.empty(x.shape, dtype)
+    assert qt.dequantize(out=out) is out
+    assert np.array_equal(out, qt.dequantize().astype(dtype))
+    strided = np.empty((40, 5), dtype).T
+    assert np.array_equal(qt.dequantize(out=strided), out)
+
+
+# ---- into arrays of one's own
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_tensor_is_overwritten(bits):
+    x, y = normal((3, 33, 7)), normal((3, 33, 7)) * 3
+    for function in (quantize_per_channel, quantize_per_token):
+        qt, other = function(x, bits), function(y, bits)
+        places = [part.ctypes.data for part in (qt.codes, qt.lo, qt.scale)]
+        assert function(y, bits, out=qt) is qt
+        assert places == [part.ctypes.data for part in (qt.codes, qt.lo, qt.scale)]
+        assert bit_equal(qt.dequantize(), other.dequantize())
+
+
+def test_a_tensor_that_does_not_fit_is_left_as_it_is():
+    x = normal((4, 6))
+    qt = quantize_per_token(x, 4)
+    before = qt.dequantize()
+    spoilt = x.copy()
+    spoilt[2, 3] = np.nan
+    wrong = [
+        (x[:2], {}, ValueError, r"out must have shape = \(2, 6\), got \(4, 6\)"),
+        (x, {"bits": 8}, ValueError, "out must have bits = 8, got 4"),
+        (x, {"block_size": 2}, ValueError, "out must have block_size = 2, got None"),
+        (x, {"axis": 0}, ValueError, "out must have axis = -2, got -1"),
+        (spoilt, {}, ValueError, r"x must be finite to be quantized, got nan at \[2, 3\]"),
+    ]
+    for came, settings, error, text in wrong:
+        with pytest.raises(error, match=text):
+            quantize_per_token(came, **{"bits": 4, "out": qt, **settings})
+    with pytest.raises(ValueError, match="out must have layout = per_channel, got per_token"):
+        quantize_per_channel(x, 4, out=qt)
+    with pytest.raises(TypeError, match="out must be a QuantizedTensor, got ndarray"):
+        quantize_per_token(x, 4, out=x)
+    qt.lo.setflags(write=False)
+    with pytest.raises(ValueError, match="out must have writeable arrays in C order"):
+        quantize_per_token(2 * x, 4, out=qt)
+    assert bit_equal(qt.dequantize(), before)
+
+
+def test_nibbles_go_into_an_array_of_ones_own():
+    codes = np.random.default_rng(0).integers(0, 16, (6, 9), np.uint8)
+    expected = pack_nibbles(codes)
+    for out in (np.zeros((6, 5), np.uint8), np.zeros((5, 6), np.uint8).T, codes.copy()[:, :5]):
+        assert pack_nibbles(codes, out=out) is out
+        assert np.array_equal(out, expected)
+    own = codes.copy()
+    assert np.array_equal(pack_nibbles(own, out=own[:, 2:7]), expected)  # over what is being packed
+    for back in (np.zeros((6, 9), np.uint8), np.zeros((9, 6), np.uint8).T):
+        assert unpack_nibbles(expected, 9, out=back) is back
+        assert np.array_equal(back, codes)
+    for out, error, text in [
+        (np.zeros((6, 4), np.uint8), ValueError, r"out must be uint8 of shape \[6, 5\], got uint8 of shape \[6, 4\]"),
+        (np.zeros((6, 5), np.int8), TypeError, "out must be an array of uint8, got dtype int8"),
+        ([1], TypeError, "out must be an array of uint8, got list"),
+        (np.broadcast_to(np.uint8(0), (6, 5)), ValueError, "out must be writeable"),
+    ]:
+        with pytest.raises(error, match=text):
+            pack_nibbles(codes, out=out)

@@ -62,7 +62,7 @@ def _class_of(path: Path) -> str | None:
 
 def _loaded(kind: str, one: Any) -> dict[str, Any]:
     if kind == "QuantizedTensor":
-        parts = ("shape", "bits", "layout", "block_size", "nbytes", "bits_per_value")
+        parts = ("shape", "bits", "layout", "block_size", "axis", "nbytes", "bits_per_value")
         return {"kind": kind, **{name: getattr(one, name) for name in parts}}
     if kind in ("KVCache", "KVCaches"):
         layers = [_layer(i, cache) for i, cache in enumerate([one] if kind == "KVCache" else one)]

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,10 @@ import numpy.typing as npt
 from kvnumba import storage
 from kvnumba.commands import CommandError, existing, free, print_json
 from kvnumba.commands.tensors import Source, open_array
-from kvnumba.quantization import QuantizedTensor, _part_shapes, _plan, quantize_per_channel, quantize_per_token
+from kvnumba.quantization.groups import AXES, Groups
+from kvnumba.quantization.quantize import quantize_per_channel, quantize_per_token
+from kvnumba.quantization.tensor import QuantizedTensor, plan, settings_of
+from kvnumba.spec import BLOCK
 
 #: Numbers of a part: 16 MB of float32.
 PART = 1 << 22
@@ -47,40 +50,37 @@ class Errors:
 
 
 def quantize(
-    source: Path, target: Path, layout: str, bits: int, block: int, name: str | None, force: bool, as_json: bool
+    source: Path,
+    target: Path,
+    layout: str,
+    bits: int,
+    block: int | None,
+    axis: int | None,
+    name: str | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Quantize the array of a file into a file that ``QuantizedTensor.load`` reads."""
     array = open_array(existing(source), name)
     free(target, source, force)
-    axes = 2 if layout == "per_channel" else 1
-    if len(array.shape) < axes:
-        names = "[..., S, D]" if axes == 2 else "[..., D]"
-        raise CommandError(f"{source} must have shape {names} for {layout}, got {list(array.shape)}")
-    settings = {
-        "bits": bits, "layout": layout, "shape": list(array.shape), "block_size": block if axes == 2 else None,
-    }  # fmt: skip
-    if not array.shape[-1]:
-        raise CommandError(f"{source} must have at least one channel, got {list(array.shape)}")
+    settings = _settings(source, array, layout, bits, block, axis)
+    groups = Groups(array.shape, settings.get("axis", AXES[layout]), settings["block_size"])
+    encode = quantize_per_channel if layout == "per_channel" else quantize_per_token
     errors = Errors()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kvnumba-") as folder, _bar(array.shape) as advance:
-        shapes = _part_shapes(array.shape, bits, block if axes == 2 else 0)
-        stores = [
-            _mapped(Path(folder) / file, shape, dtype)
-            for file, shape, dtype in (
-                ("codes", shapes[0], np.uint8), ("lo", shapes[1], np.float32), ("scale", shapes[1], np.float32),
-            )
-        ]  # fmt: skip
-        for index, groups in _parts(array, layout, block):
-            x = array.read(index)
+        types = {"U8": np.uint8, "F32": np.float32}
+        stores = [_mapped(Path(folder) / part.name, part.shape, types[part.dtype]) for part in plan(settings)]
+        for part in _parts(groups, bits):
+            x = array.read(part.values)
             try:
-                part = quantize_per_channel(x, bits, block) if axes == 2 else quantize_per_token(x, bits)
+                made = encode(x, bits, groups.block, groups.axis)
             except (TypeError, ValueError) as error:
-                raise CommandError(f"{source}: {_moved(str(error), index)}") from None
-            for store, made, place in zip(stores, (part.codes, part.lo, part.scale), (index, groups, groups)):
-                store[place] = made
-            errors.add(x, part.dequantize())
+                raise CommandError(f"{source}: {_moved(str(error), part.values)}") from None
+            for store, piece, place in zip(stores, (made.codes, made.lo, made.scale), part[1:]):
+                store[place] = piece
+            errors.add(x, made.dequantize())
             advance(x.size)
-        storage.write(target, "QuantizedTensor", settings, _plan(settings), stores)
+        storage.write(target, "QuantizedTensor", settings, plan(settings), stores)
     told = {"input": str(source), "output": str(target), **settings, "dtype": array.dtype}
     size = math.prod(array.shape)
     stored = sum(store.nbytes for store in stores)
@@ -99,13 +99,13 @@ def dequantize(source: Path, target: Path, force: bool, as_json: bool) -> None:
         made = Path(folder) / "array.npy"
         if math.prod(tensor.shape):
             out = np.lib.format.open_memmap(made, mode="w+", dtype=np.float32, shape=tensor.shape)
-            array = Source(tensor.shape, "", lambda index: out[index])
-            for index, groups in _parts(array, tensor.layout, tensor.block_size or 1):
-                codes, lo, scale = tensor.codes[index], np.asarray(tensor.lo[groups]), np.asarray(tensor.scale[groups])
-                shape = (*codes.shape[:-1], tensor.shape[-1])
-                part = QuantizedTensor(codes, lo, scale, tensor.bits, tensor.layout, shape, tensor.block_size)
-                out[index] = part.dequantize()
-                advance(math.prod(shape))
+            for part in _parts(Groups(tensor.shape, tensor.axis, tensor.block_size), tensor.bits):
+                values = out[part.values]
+                codes = tensor.codes[part.codes]
+                lo, scale = np.asarray(tensor.lo[part.lo]), np.asarray(tensor.scale[part.scale])
+                settings = (tensor.bits, tensor.layout, values.shape, tensor.block_size, tensor.axis)
+                values[...] = QuantizedTensor(codes, lo, scale, *settings).dequantize()
+                advance(values.size)
             out.flush()
         else:
             np.save(made, np.empty(tensor.shape, np.float32))
@@ -114,21 +114,51 @@ def dequantize(source: Path, target: Path, force: bool, as_json: bool) -> None:
     _tell(told, as_json)
 
 
-def _parts(array: Source, layout: str, block: int) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """Indices of parts of about `PART` numbers, and of their groups: parts end where groups end."""
+def _settings(
+    source: Path, array: Source, layout: str, bits: int, block: int | None, axis: int | None
+) -> storage.Settings:
+    """What is to be said in the file, after a check that the array has such groups."""
     shape = array.shape
-    if len(shape) == 1:
-        yield (slice(None),), ()
-        return
-    tokens = max(PART // shape[-1], 1)
-    tokens = max(tokens // block, 1) * block if layout == "per_channel" else tokens
-    for lead in product(*(range(n) for n in shape[:-2])):
-        for start in range(0, shape[-2], tokens):
-            stop = min(start + tokens, shape[-2])
-            if layout == "per_channel":
-                yield (*lead, slice(start, stop)), (*lead, slice(start // block, -(-stop // block)))
-            else:
-                yield (*lead, slice(start, stop)), (*lead, slice(start, stop))
+    needed = 1 if axis is not None else -AXES[layout]
+    if len(shape) < needed:
+        names = "[..., S, D]" if needed == 2 else "[..., D]"
+        raise CommandError(f"{source} must have shape {names} for {layout}, got {list(shape)}")
+    if axis is not None and not -len(shape) <= axis < len(shape):
+        raise CommandError(f"--axis must be from {-len(shape)} to {len(shape) - 1} for {source}, got {axis}", 2)
+    at = AXES[layout] if axis is None else axis if axis < 0 else axis - len(shape)
+    if block is None and layout == "per_channel":
+        block = BLOCK
+    if not shape[-1] or (block is None and not shape[at]):
+        raise CommandError(f"{source} must have at least one channel, got {list(shape)}")
+    return settings_of(bits, layout, shape, block, at)
+
+
+class Part(NamedTuple):
+    """Places of some numbers of an array, of their codes and of their parameters."""
+
+    values: tuple[slice, ...]
+    codes: tuple[slice, ...]
+    lo: tuple[slice, ...]
+    scale: tuple[slice, ...]
+
+
+def _parts(groups: Groups, bits: int) -> Iterator[Part]:
+    """Parts of about `PART` numbers, one after another: they end where groups end, and where bytes do."""
+    shape, last = groups.shape, len(groups.shape) - 1
+    axis = len(shape) + groups.axis
+    steps = []  # numbers of a part along each axis
+    for i, n in enumerate(shape):
+        unit = 1 if i != axis else n if groups.block is None else groups.block
+        unit = math.lcm(unit, 8 // bits) if i == last else unit
+        room = PART // max(math.prod(shape[i + 1 :]), 1)
+        steps.append(max(min(n, room) // max(unit, 1), 1) * unit if n > room else max(n, 1))
+    for begin in product(*(range(0, n, step) for n, step in zip(shape, steps))):
+        values = tuple(slice(b, min(b + step, n)) for b, step, n in zip(begin, steps, shape))
+        codes = (*values[:-1], slice(values[-1].start * bits // 8, -(-values[-1].stop * bits // 8)))
+        own = values[axis]
+        between = () if groups.block is None else (slice(own.start // groups.block, -(-own.stop // groups.block)),)
+        parameters = (*values[:axis], *between, *values[axis + 1 :])
+        yield Part(values, codes, parameters, parameters)
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: type) -> Array:
@@ -138,9 +168,9 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: type) -> Array:
     return np.memmap(path, dtype, "w+", shape=shape)
 
 
-def _moved(message: str, index: tuple[Any, ...]) -> str:
+def _moved(message: str, index: tuple[slice, ...]) -> str:
     """The message of a part, with where the part begins."""
-    begin = [n if isinstance(n, int) else n.start or 0 for n in index]
+    begin = [at.start for at in index]
     return f"{message} of the part that begins at {begin}" if any(begin) else message
 
 

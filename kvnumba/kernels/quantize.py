@@ -59,17 +59,19 @@ def row_range(bits):
 
 
 @exact
-def quantize_rows(x, levels, codes, lo, scale):
-    """Quantize with one group for each row.
+def quantize_rows(x, block, levels, codes, lo, scale):
+    """Quantize with one group for each block of numbers of a row; the last block may be short.
 
     Parameters
     ----------
     x : float32 [n, d]
+    block : int
+        Numbers of a group, counted from the start of the row.
     levels : int
         15 or 255, the largest code.
     codes : uint8 [n, d]
         Overwritten, one code a byte for either width.
-    lo, scale : float32 [n]
+    lo, scale : float32 [n, ceil(d / block)]
         Overwritten.
     """
     n, d = x.shape
@@ -78,13 +80,16 @@ def quantize_rows(x, levels, codes, lo, scale):
     scale_bits = scale.view(np.int32)
     top = np.int32(levels)
     for i in range(n):
-        lo_bits[i], scale_bits[i] = row_range(bits[i])
-        a = lo[i] + np.float32(0)  # -0 becomes +0
-        s = group_scale(a, scale[i], np.float32(levels))
-        lo[i] = a
-        scale[i] = s
-        for j in range(d):
-            codes[i, j] = code_of(x[i, j], a, s, top)
+        for b in range(lo.shape[1]):
+            first = b * block
+            last = min(first + block, d)
+            lo_bits[i, b], scale_bits[i, b] = row_range(bits[i, first:last])
+            a = lo[i, b] + np.float32(0)  # -0 becomes +0
+            s = group_scale(a, scale[i, b], np.float32(levels))
+            lo[i, b] = a
+            scale[i, b] = s
+            for j in range(first, last):
+                codes[i, j] = code_of(x[i, j], a, s, top)
 
 
 @exact
@@ -130,20 +135,23 @@ def quantize_blocks(x, block, levels, codes, lo, scale):
 
 
 @exact
-def dequantize_rows(codes, lo, scale, out):
-    """Decode rows that are one group each.
+def dequantize_rows(codes, block, lo, scale, out):
+    """Decode rows with one group for each block of their numbers.
 
     Parameters
     ----------
     codes : uint8 [n, d]
-    lo, scale : float32 [n]
+    block : int
+    lo, scale : float32 [n, ceil(d / block)]
     out : float32 [n, d]
         Overwritten.
     """
     n, d = codes.shape
     for i in range(n):
-        for j in range(d):
-            out[i, j] = lo[i] + np.float32(codes[i, j]) * scale[i]
+        for b in range(lo.shape[1]):
+            a, s = lo[i, b], scale[i, b]
+            for j in range(b * block, min((b + 1) * block, d)):
+                out[i, j] = a + np.float32(codes[i, j]) * s
 
 
 @exact
