@@ -88,8 +88,9 @@ def quantize_rows(x, block, levels, codes, lo, scale):
             s = group_scale(a, scale[i, b], np.float32(levels))
             lo[i, b] = a
             scale[i, b] = s
-            for j in range(first, last):
-                codes[i, j] = code_of(x[i, j], a, s, top)
+            numbers, out = x[i, first:last], codes[i, first:last]
+            for j in range(numbers.shape[0]):
+                out[j] = code_of(numbers[j], a, s, top)
 
 
 @exact
@@ -149,9 +150,11 @@ def dequantize_rows(codes, block, lo, scale, out):
     n, d = codes.shape
     for i in range(n):
         for b in range(lo.shape[1]):
-            a, s = lo[i, b], scale[i, b]
-            for j in range(b * block, min((b + 1) * block, d)):
-                out[i, j] = a + np.float32(codes[i, j]) * s
+            first = b * block
+            last = min(first + block, d)
+            a, s, row, row_out = lo[i, b], scale[i, b], codes[i, first:last], out[i, first:last]
+            for j in range(row.shape[0]):
+                row_out[j] = a + np.float32(row[j]) * s
 
 
 @exact
