@@ -48,6 +48,7 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="Run this GGUF file (Llama architecture) instead.")] = None,
     format: Annotated[str, typer.Option(help=FORMAT_HELP)] = "int8",
     quick: Annotated[bool, typer.Option("--quick", help="Measure less; ends in about a minute once compiled.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; the rest goes to stderr.")] = False,
 ) -> None:
     """Run a language model on the caches: its answer, then what each format costs and saves.
 
@@ -56,11 +57,15 @@ def demo(
     the tables are made on made-up keys and values.
     """
     _need(DEMO_EXTRA, "kvnumba demo", "demo")
+    from kvnumba.commands import print_json
     from kvnumba.demo import DemoError
     from kvnumba.demo.run import parse_pair, run
+    from kvnumba.demo.show import Screen
 
     try:
-        run(prompt, tokens, parse_pair(format), model, quick)
+        found = run(prompt, tokens, parse_pair(format), model, quick, Screen(stderr=json))
+        if json:
+            print_json(found)
     except DemoError as error:
         typer.echo(f"kvnumba: {error}", err=True)
         raise typer.Exit(2) from None

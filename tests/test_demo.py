@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvnumba import cli
-from kvnumba.demo import NoWeights, weights
+from kvnumba.demo import PAIRS, NoWeights, weights
 from kvnumba.spec import BLOCK, SINK
 
 gguf = pytest.importorskip("gguf", reason="the demo reads GGUF files with gguf")
@@ -391,6 +392,28 @@ def test_without_a_model_file_the_tables_are_labelled_made_up(small, monkeypatch
 
 def test_a_missing_model_file_is_one_line_and_exit_code_2(tmp_path):
     assert "no such file" in one_line(call("demo", "--model", str(tmp_path / "none.gguf")))
+
+
+def test_json_stands_alone_on_the_output(tiny, small):
+    result = call("demo", "--model", str(tiny), "--tokens", "5", "--json")
+    assert result.exit_code == 0, result.output
+    assert "Milliseconds per token" in result.stderr
+    found = json.loads(result.stdout)
+    assert (found["made_up"], found["model"], found["answer"]["keys"]) == (False, tiny.name, "int8")
+    assert 1 <= found["answer"]["tokens"] <= 5
+    formats = found["formats"]
+    assert [(row["keys"], row["values"]) for row in formats] == list(PAIRS)
+    assert formats[0]["kl"] == 0
+    assert formats[0]["nbytes"] > formats[-1]["nbytes"] > 0
+    assert all(row["perplexity"] > 1 and row["step_ms"] and row["cache_ms"] for row in formats)
+
+
+def test_made_up_data_are_json_too(small, monkeypatch):
+    monkeypatch.setattr(run, "find_weights", lambda progress: (_ for _ in ()).throw(NoWeights("no network")))
+    found = json.loads(call("demo", "--json").stdout)
+    assert (found["made_up"], found["reason"]) == (True, "no network")
+    assert all("perplexity" not in row for row in found["formats"])
+    assert found["formats"][0]["output_error"] == 0 < found["formats"][-1]["output_error"]
 
 
 def test_a_file_that_is_not_gguf_is_one_line_and_exit_code_2(tmp_path):

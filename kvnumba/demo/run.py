@@ -57,8 +57,8 @@ def run(
     model: Path | None = None,
     quick: bool = False,
     screen: Screen | None = None,
-) -> None:
-    """Run the demo.
+) -> dict[str, Any]:
+    """Run the demo, and return what it showed: numbers by name, formats as a list.
 
     Parameters
     ----------
@@ -84,17 +84,36 @@ def run(
     try:
         path = model or fetch(screen)
     except NoWeights as error:
-        without_model(screen, plan, str(error), other)
-        return
+        rows = without_model(screen, plan, str(error), other)
+        return {"made_up": True, "reason": str(error), "tokens": plan.window, "formats": told(rows)}
     loaded, text = load(screen, path)
     c = loaded.config
     heads = f"{c.head_count} query heads, {c.head_count_kv} KV heads, head dim {c.head_dim}"
     screen.say(f"{path.name}: {c.block_count} layers, {heads}")
     compile_kernels(screen, other)
-    answer(screen, loaded, text, prompt, tokens, pair)
+    given = answer(screen, loaded, text, prompt, tokens, pair)
     rows = new_rows()
     quality(screen, loaded, text, rows, plan)
     timing(screen, loaded, rows, plan)
+    measured = {"windows": len(plan.starts), "tokens": min(plan.window, c.context_length)}
+    return {"made_up": False, "model": path.name, "answer": given, **measured, "formats": told(rows)}
+
+
+def told(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of all tables, as numbers by name; times by tokens in the cache."""
+    return [
+        {
+            "keys": row.pair[0],
+            "values": row.pair[1],
+            **({"perplexity": row.quality.perplexity, "kl": row.quality.kl, "same_top_token": row.quality.agreement}
+               if row.quality.count else {"output_error": row.output_error}),
+            "nbytes": row.nbytes,
+            "bits_per_value": row.bits_per_value,
+            "step_ms": row.step_ms,
+            "cache_ms": row.cache_ms,
+        }
+        for row in rows
+    ]  # fmt: skip
 
 
 def one_thread() -> Any:
@@ -147,8 +166,8 @@ def compile_kernels(screen: Screen, other: subprocess.Popen[bytes] | None) -> No
             bar.advance(1)
 
 
-def answer(screen: Screen, model: Model, text: Text, prompt: str, count: int, pair: tuple[str, str]) -> None:
-    """Show the model's answer to *prompt* as it is generated, then tokens a second."""
+def answer(screen: Screen, model: Model, text: Text, prompt: str, count: int, pair: tuple[str, str]) -> dict[str, Any]:
+    """Show the model's answer to *prompt* as it is generated, then tokens a second; return these."""
     asked = text.encode(text.chat(prompt))
     if not 0 < len(asked) < model.config.context_length:
         raise DemoError(f"--prompt must have 1 to {model.config.context_length - 1} tokens, got {len(asked)}")
@@ -160,17 +179,23 @@ def answer(screen: Screen, model: Model, text: Text, prompt: str, count: int, pa
             bar.advance(hidden.shape[1])
     prefilled = time.perf_counter()
     screen.say(f"\n> {prompt}", style="bold")
-    given = 0
+    pieces = []
     with one_thread():
         for piece in text.stream(generate(model, hidden, caches, count, text.ends)):
             screen.stream(piece)
-            given += 1
+            pieces.append(piece)
+    given = len(pieces)
     seconds = time.perf_counter() - prefilled
     screen.say(
         f"\n\n{pair_name(*pair)} cache: {given} tokens, {given / seconds:.1f} tokens/s "
         f"(prompt: {len(asked)} tokens, {len(asked) / (prefilled - start):.0f} tokens/s)\n",
         style="dim",
     )
+    return {
+        "prompt": prompt, "text": "".join(pieces), "keys": pair[0], "values": pair[1], "tokens": given,
+        "tokens_per_second": given / seconds, "prompt_tokens": len(asked),
+        "prompt_tokens_per_second": len(asked) / (prefilled - start),
+    }  # fmt: skip
 
 
 def quality(screen: Screen, model: Model, text: Text, rows: list[Row], plan: Plan) -> None:
@@ -212,7 +237,7 @@ def timing(screen: Screen, model: Model, rows: list[Row], plan: Plan) -> None:
     screen.console.print(time_table("Milliseconds per token, by tokens in the cache", caption, rows))
 
 
-def without_model(screen: Screen, plan: Plan, why: str, other: subprocess.Popen[bytes] | None) -> None:
+def without_model(screen: Screen, plan: Plan, why: str, other: subprocess.Popen[bytes] | None) -> list[Row]:
     """The same tables on made-up keys and values, and the reason for it."""
     screen.say(f"No model file: {why}.", style="bold red")
     screen.say("What follows uses MADE-UP keys and values; no language model is run.", style="bold red")
@@ -231,3 +256,4 @@ def without_model(screen: Screen, plan: Plan, why: str, other: subprocess.Popen[
     caption = f"Append and attend of {made_up.LAYERS} layers (in brackets: without the Python loop). "
     caption += f"One thread. Medians of {plan.repeats} steps."
     screen.console.print(time_table("MADE-UP DATA: milliseconds per token, by tokens in the cache", caption, rows))
+    return rows

@@ -16,8 +16,8 @@ from kvnumba.demo.measure import Row
 class Screen:
     """A rich console with the few things that the demo shows."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, stderr: bool = False) -> None:
+        self.console = console or Console(highlight=False, stderr=stderr)
 
     def say(self, text: str = "", style: str | None = None) -> None:
         """One paragraph."""
