@@ -1,5 +1,6 @@
 """Settings of Sphinx: ``pip install ".[docs]" && sphinx-build -W docs docs/_build``."""
 
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,5 +62,18 @@ def signature_of_init(app: Any, what: str, name: str, obj: Any, options: Any, si
     return signature, returns
 
 
+def results_of_asv(app: Any, error: Exception | None) -> None:
+    """Put the pages that ``asv publish`` made beside these, under ``asv``; a line in their place if there are none."""
+    if error is not None or app.builder.name != "html":
+        return
+    made, place = Path(__file__).resolve().parents[1] / ".asv" / "html", Path(app.outdir) / "asv"
+    if (made / "index.html").exists():
+        shutil.copytree(made, place, dirs_exist_ok=True)
+    elif not (place / "index.html").exists():
+        place.mkdir(exist_ok=True)
+        (place / "index.html").write_text("Nothing was measured where these pages were built: asv run, asv publish.\n")
+
+
 def setup(app: Any) -> None:
+    app.connect("build-finished", results_of_asv)
     app.connect("autodoc-process-signature", signature_of_init)
