@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvnumba import checks, interchange
+from kvnumba.buffers import aligned
 from kvnumba.snapshot import Freezable, SharedBytes
 
 _FLOATS = ("float16", "float32", "float64", "bfloat16")
@@ -335,7 +336,7 @@ class InPlaceCache(_Growing):
 
     def _room(self, shape: tuple[int, ...], capacity: int) -> npt.NDArray[Any]:
         # Zeros, not empty: memory that is given out anew may hold tokens of another cache.
-        return np.zeros((*shape[: self._axis], capacity, *shape[self._axis + 1 :]), self._storage())
+        return aligned((*shape[: self._axis], capacity, *shape[self._axis + 1 :]), self._storage())
 
     def _clone(self) -> InPlaceCache:
         other = InPlaceCache(self._axis, self._format, self._reserved)

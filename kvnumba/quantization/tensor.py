@@ -187,9 +187,7 @@ class QuantizedTensor:
     @property
     def bits_per_value(self) -> float:
         """Bits that one number costs, parameters included; 0 for an empty array."""
-        size = 1
-        for n in self.shape:
-            size *= n
+        size = math.prod(self.shape)
         return 8 * self.nbytes / size if size else 0.0
 
     def __repr__(self) -> str:
