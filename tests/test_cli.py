@@ -15,8 +15,8 @@ from kvnumba import cli
 from kvnumba.commands import bench, doctor
 
 
-def call(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [str(one) for one in arguments])
+def call(*arguments, columns=200):
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, [str(one) for one in arguments])
 
 
 def told(*arguments):
@@ -230,6 +230,23 @@ def test_inspect_tells_what_a_file_holds(tmp_path):
     data[-1] ^= 1
     (tmp_path / "caches").write_bytes(data)
     assert "it is damaged, the sum of its data is another one" in refused("inspect", tmp_path / "caches")
+
+
+@pytest.mark.parametrize("count", [1, 30])
+def test_inspect_says_once_what_all_layers_have_in_common_and_wraps_nothing(tmp_path, count):
+    caches = kv.KVCaches(count, 2, 64, k_format=kv.layer_formats(count), v_format="int4")
+    for i in range(count):
+        caches.append(i, *np.ones((2, 1, 2, 70, 64), np.float32))
+    caches.save(tmp_path / "caches")
+    lines = [line.split() for line in call("inspect", tmp_path / "caches", columns=80).output.splitlines()]
+    assert ["kv", "heads", "2"] in lines
+    assert ["values", "int4"] in lines
+    if count == 1:
+        assert ["bytes", "per", "token", "240"] in lines
+    else:
+        (head,) = [line for line in lines if "layer" in line]
+        assert " ".join(head).count("┃ bytes per token ┃") == 1
+        assert sum(line[-2:] == ["240", "│"] for line in lines) == 4
 
 
 @pytest.mark.onnx

@@ -24,18 +24,25 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def table(told: Mapping[str, Any]) -> None:
     """Print names and values, one a line."""
     grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, value in told.items():
         grid.add_row(name.replace("_", " "), shown(value))
     Console().print(grid)
 
 
 def rows(title: str, found: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same names under a title."""
+    """Print rows with the same names: what is the same in all of them once, a line each, the rest under a title."""
+    common = {name: value for name, value in found[0].items() if all(row[name] == value for row in found)}
+    table(common)
+    if len(common) == len(found[0]):
+        return
     listed = Table(title=title)
     for name in found[0]:
-        listed.add_column(name.replace("_", " "), overflow="fold")
+        if name not in common:
+            listed.add_column(name.replace("_", " "), overflow="fold")
     for row in found:
-        listed.add_row(*(shown(value) for value in row.values()))
+        listed.add_row(*(shown(value) for name, value in row.items() if name not in common))
     Console().print(listed)
 
 
