@@ -46,7 +46,7 @@ LANES = 16
 #: Arrays begin at a multiple of this many bytes: a line of the processor's cache, a vector of 16 float32.
 ALIGNMENT = 64
 
-#: Arrays of more bytes are pages of their own from the operating system.
+#: Arrays with spare room and more bytes than this are pages of their own from the operating system.
 MAPPED = 1 << 21
 
 
@@ -149,11 +149,11 @@ def allocate(spec: CacheSpec, capacity: int) -> KVBuffers:
     return KVBuffers(keys, values, np.zeros((max(1, spec.batch_size), 2), np.int64))
 
 
-def allocate_store(store: type, batch: int, heads: int, capacity: int, dim: int) -> Any:
-    """An empty store of one tensor."""
+def allocate_store(store: type, batch: int, heads: int, capacity: int, dim: int, spare: bool = False) -> Any:
+    """An empty store of one tensor; *spare*: much of it is not written soon."""
     blocks, lead = blocks_for(capacity), (batch, heads)
     if store in FloatRows:
-        return store(aligned((*lead, capacity, dim), np.float32 if store is Float32Rows else np.uint16))
+        return store(aligned((*lead, capacity, dim), np.float32 if store is Float32Rows else np.uint16, spare))
     if store in KeyCodes:
         block_bytes = round_up(dim, 4) * (BLOCK if store is KeyCodes8 else BLOCK // 2)
         first, params = (*lead, SINK + 2 * BLOCK, dim), (*lead, blocks, 2, round_up(dim, LANES))
@@ -162,25 +162,33 @@ def allocate_store(store: type, batch: int, heads: int, capacity: int, dim: int)
         first, params = (*lead, SINK, dim), (*lead, blocks, 2, BLOCK)
     # Zeros, not garbage: padded channels and tokens not yet written are read by the kernels with weight 0.
     return store(
-        aligned(first, np.float32), aligned((*lead, blocks, block_bytes), np.uint8), aligned(params, np.float32)
+        aligned(first, np.float32),
+        aligned((*lead, blocks, block_bytes), np.uint8, spare),
+        aligned(params, np.float32, spare),
     )
 
 
-def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros that begin at a multiple of ``ALIGNMENT``; memory of a large array is taken when first written."""
+def aligned(shape: tuple[int, ...], dtype: Any, spare: bool = False) -> np.ndarray:
+    """Zeros that begin at a multiple of ``ALIGNMENT``; *spare*: much is not written soon and takes no memory yet."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = mapped(size) if size > MAPPED else np.zeros(size + ALIGNMENT, np.uint8)
+    raw = mapped(size) if spare and size > MAPPED else np.zeros(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def doubled(capacity: int, length: int) -> bool:
+    """Whether room for *capacity* tokens is *length* tokens and as many spare, not room for a prompt that comes."""
+    return 5 * length < 4 * capacity <= 10 * length
 
 
 def mapped(size: int) -> np.ndarray:
     """*size* zero bytes in small pages that exist once they are written, and go back with the array.
 
     An allocator keeps what is given back, clears all of an array that it makes from it, and NumPy asks for huge pages,
-    each of which one byte fills: a cache that had grown then took up to 3.2 times its bytes, now 2.
+    each of which one byte fills: a cache that had grown took up to 3.2 times its bytes, now up to 2.4. Small pages
+    are slower to fill, which is why a prompt that comes at once has none.
     """
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not for a fork
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not with a fork
     try:
         pages = mmap.mmap(-1, size, **private)
     except (OSError, OverflowError):
@@ -197,7 +205,8 @@ def take_store(store: Any, rows: Sequence[int], lengths: Sequence[int], capacity
     Nothing else is copied: what lies past the length of a row may be what another owner of the arrays stored there.
     """
     _, heads, _, dim = store[0].shape
-    taken = allocate_store(type(store), len(rows), heads, capacity, dim)
+    spare = doubled(capacity, max(lengths, default=0))
+    taken = allocate_store(type(store), len(rows), heads, capacity, dim, spare)
     for to, (row, length) in enumerate(zip(rows, lengths)):
         if type(store) in FloatRows:
             taken.rows[to, :, :length] = store.rows[row, :, :length]

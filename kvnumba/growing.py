@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvnumba import checks, interchange
-from kvnumba.buffers import aligned
+from kvnumba.buffers import aligned, doubled
 from kvnumba.snapshot import Freezable, SharedBytes
 
 _FLOATS = ("float16", "float32", "float64", "bfloat16")
@@ -336,7 +336,8 @@ class InPlaceCache(_Growing):
 
     def _room(self, shape: tuple[int, ...], capacity: int) -> npt.NDArray[Any]:
         # Zeros, not empty: memory that is given out anew may hold tokens of another cache.
-        return aligned((*shape[: self._axis], capacity, *shape[self._axis + 1 :]), self._storage())
+        whole = (*shape[: self._axis], capacity, *shape[self._axis + 1 :])
+        return aligned(whole, self._storage(), doubled(capacity, shape[self._axis]))
 
     def _clone(self) -> InPlaceCache:
         other = InPlaceCache(self._axis, self._format, self._reserved)

@@ -13,7 +13,7 @@ from conftest import bit_equal, normal
 
 import kvnumba as kv
 from kvnumba import reference
-from kvnumba.buffers import MAPPED
+from kvnumba.buffers import MAPPED, aligned
 from kvnumba.spec import BITS, SINK
 
 STATUS = Path("/proc/self/status")
@@ -116,9 +116,11 @@ def test_k68_a_buffer_that_grows_in_place_takes_two_and_a_half_times_its_memory(
 
 
 def test_a_forked_child_has_a_cache_of_its_own():
-    cache = kv.KVCache(16, 128, capacity=4096)
-    zeros = np.zeros((1, 16, 8, 128), np.float32)
+    cache = kv.KVCache(16, 128)
+    zeros = np.zeros((1, 16, 400, 128), np.float32)
     cache.append(zeros, zeros)
+    cache.append(zeros[:, :, :1], zeros[:, :, :1])  # grows into pages of its own
+    assert cache.capacity == 800
     assert cache.buffers.k.rows.nbytes > MAPPED
     child = os.fork()
     if not child:
@@ -128,11 +130,10 @@ def test_a_forked_child_has_a_cache_of_its_own():
     assert not cache.keys().any()
 
 
-def test_more_than_any_machine_has_is_a_memory_error():
-    with pytest.raises(MemoryError, match="no memory for"):
-        kv.KVCache(2**20, 2**10, capacity=2**30)
-    with pytest.raises(MemoryError, match="no memory for"):
-        kv.KVCache(2**20, 2**10, capacity=2**40)
+def test_growth_beyond_any_machine_is_a_memory_error():
+    for size in (2**62, 2**72):
+        with pytest.raises(MemoryError, match=f"no memory for {size} bytes"):
+            aligned((size,), np.uint8, spare=True)
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="the peak is read from /proc")
