@@ -188,7 +188,8 @@ def mapped(size: int) -> np.ndarray:
     each of which one byte fills: a cache that had grown took up to 3.2 times its bytes, now up to 2.4. Small pages
     are slower to fill, which is why a prompt that comes at once has none.
     """
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not with a fork
+    # Private: the default would be shared with a forked child.
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         pages = mmap.mmap(-1, size, **private)
     except (OSError, OverflowError):
