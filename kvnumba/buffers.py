@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -171,6 +172,8 @@ def allocate_store(store: type, batch: int, heads: int, capacity: int, dim: int,
 def aligned(shape: tuple[int, ...], dtype: Any, spare: bool = False) -> np.ndarray:
     """Zeros that begin at a multiple of ``ALIGNMENT``; *spare*: much is not written soon and takes no memory yet."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size > sys.maxsize - ALIGNMENT:
+        raise MemoryError(f"no memory for {size} bytes")
     raw = mapped(size) if spare and size > MAPPED else np.zeros(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
@@ -185,14 +188,14 @@ def mapped(size: int) -> np.ndarray:
     """*size* zero bytes in small pages that exist once they are written, and go back with the array.
 
     An allocator keeps what is given back, clears all of an array that it makes from it, and NumPy asks for huge pages,
-    each of which one byte fills: a cache that had grown took up to 3.2 times its bytes, now up to 2.4. Small pages
+    each of which one byte fills: a cache that grows takes up to 3.2 times its bytes there, and 2.4 here. Small pages
     are slower to fill, which is why a prompt that comes at once has none.
     """
     # Private: the default would be shared with a forked child.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         pages = mmap.mmap(-1, size, **private)
-    except (OSError, OverflowError):
+    except OSError:
         raise MemoryError(f"no memory for {size} bytes") from None
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without huge pages
