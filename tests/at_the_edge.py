@@ -23,8 +23,8 @@ _plain = buffers.aligned
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def beside(where, shape, dtype=np.float32):
-    """Zeros that end, or start, where a page begins, or ends, that may not be touched."""
+def beside(where, shape, dtype, spare=False):
+    """Zeros that end, or start, where a page begins, or ends, that may not be touched; for `buffers.aligned`."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     inner = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = np.frombuffer(mmap.mmap(-1, inner + 2 * mmap.PAGESIZE), np.uint8)
