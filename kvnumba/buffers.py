@@ -47,8 +47,11 @@ LANES = 16
 #: Arrays begin at a multiple of this many bytes: a line of the processor's cache, a vector of 16 float32.
 ALIGNMENT = 64
 
-#: Arrays with spare room and more bytes than this are pages of their own from the operating system.
+#: Arrays of more bytes than this are pages of their own from the operating system.
 MAPPED = 1 << 21
+
+#: Bytes of a huge page on x86-64, and on AArch64 with pages of 4 KB.
+HUGE = 1 << 21
 
 
 class Float32Rows(NamedTuple):
@@ -170,11 +173,15 @@ def allocate_store(store: type, batch: int, heads: int, capacity: int, dim: int,
 
 
 def aligned(shape: tuple[int, ...], dtype: Any, spare: bool = False) -> np.ndarray:
-    """Zeros that begin at a multiple of ``ALIGNMENT``; *spare*: much is not written soon and takes no memory yet."""
+    """Zeros that begin at a multiple of ``ALIGNMENT``; *spare*: much is not written soon and takes no memory yet.
+
+    Large arrays are not the allocator's: it keeps what is given back, and the old arrays of layers that grow in turn
+    add up to a second cache.
+    """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size > sys.maxsize - ALIGNMENT:
         raise MemoryError(f"no memory for {size} bytes")
-    raw = mapped(size) if spare and size > MAPPED else np.zeros(size + ALIGNMENT, np.uint8)
+    raw = mapped(size, huge=not spare) if size > MAPPED else np.zeros(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
 
@@ -184,23 +191,26 @@ def doubled(capacity: int, length: int) -> bool:
     return 5 * length < 4 * capacity <= 10 * length
 
 
-def mapped(size: int) -> np.ndarray:
-    """*size* zero bytes in small pages that exist once they are written, and go back with the array.
+def mapped(size: int, huge: bool) -> np.ndarray:
+    """*size* zero bytes in pages that exist once they are written, and go back to the system with the array.
 
-    An allocator keeps what is given back, clears all of an array that it makes from it, and NumPy asks for huge pages,
-    each of which one byte fills: a cache that grows takes up to 3.2 times its bytes there, and 2.4 here. Small pages
-    are slower to fill, which is why a prompt that comes at once has none.
+    In huge pages all of an array is soon written, one byte of each makes 2 MB; small ones are slower to fill.
     """
     # Private: the default would be shared with a forked child.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
-        pages = mmap.mmap(-1, size, **private)
-    except OSError:
+        pages = mmap.mmap(-1, size + (HUGE if huge else 0), **private)
+    except (OSError, OverflowError):
         raise MemoryError(f"no memory for {size} bytes") from None
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+    raw = np.frombuffer(pages, np.uint8)
+    start = -raw.ctypes.data % HUGE if huge else 0
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without huge pages
-            pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(pages, np.uint8)
+            if huge:
+                pages.madvise(mmap.MADV_HUGEPAGE, start, size - size % HUGE)  # the rest would take a whole one
+            else:
+                pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return raw[start : start + size]
 
 
 def take_store(store: Any, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Any:

@@ -118,6 +118,27 @@ def test_k68_a_buffer_that_grows_in_place_takes_two_and_a_half_times_its_memory(
     assert resident_peak(fill) <= 2.5 * cache.view().nbytes + (2 << 20)
 
 
+@pytest.mark.skipif(not STATUS.exists(), reason="the peak is read from /proc")
+@pytest.mark.parametrize(("format", "heads"), [("float32", 8), ("bfloat16", 16), ("int8", 32)])
+def test_k68_layers_that_grow_in_turn_leave_nothing_behind(format, heads):
+    layers, length = 8, 4096
+    prompt, token = np.ones((1, heads, length, 128), np.float32), np.ones((1, heads, 1, 128), np.float32)
+
+    def fill():
+        caches = kv.KVCaches(layers, heads, 128, k_format=format, v_format=format)
+        for layer in range(layers):
+            caches[layer].append(prompt, prompt)
+        for layer in range(layers):
+            caches[layer].append(token, token)  # into twice the room
+        return caches.nbytes
+
+    fill()  # compiles
+    kept = [np.ones(n << 20, np.uint8) for n in (31, 16, 8)]
+    del kept
+    sizes = []
+    assert resident_peak(lambda: sizes.append(fill())) <= 1.4 * sizes[0]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_a_forked_child_has_a_cache_of_its_own():
     cache = kv.KVCache(16, 128)
