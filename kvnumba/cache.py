@@ -26,7 +26,7 @@ from kvnumba.buffers import (
     take_store,
     usable_capacity,
 )
-from kvnumba.functional import Request, at_end, from_end, prepare, quick, run, target
+from kvnumba.functional import Request, Target, at_end, from_end, prepare, quick, run, target
 from kvnumba.kernels.append import NO_ROOM, NOT_FINITE, append_store, truncate_rows, truncate_store
 from kvnumba.kernels.decode import decode_store
 from kvnumba.snapshot import Freezable, SharedBytes
@@ -78,6 +78,14 @@ class KVCache(Freezable):
     #: The class of caches with a window.
     _windowed: ClassVar[Any] = None
 
+    # What `_own` sets.
+    _spec: CacheSpec
+    _k_shape: tuple[int, int, None, int]
+    _v_shape: tuple[int, int, None, int]
+    _buffers: KVBuffers
+    _exposed: bool
+    _target: Target
+
     def __new__(cls, *args: Any, window: int | None = None, **options: Any) -> KVCache:
         if window is None or cls._windowed is None:
             return object.__new__(cls)
@@ -108,13 +116,7 @@ class KVCache(Freezable):
         )
         self._wanted = checks.count("capacity", capacity)
         self._k_coded, self._v_coded = is_coded(self._spec.k_format), is_coded(self._spec.v_format)
-        self._set_spec(self._spec)
         self.reset()
-
-    def _set_spec(self, spec: CacheSpec) -> None:
-        self._spec = spec
-        self._k_shape = (spec.batch_size, spec.num_kv_heads, None, spec.head_dim)
-        self._v_shape = (spec.batch_size, spec.num_kv_heads, None, spec.v_head_dim)
 
     # ---- the main work
 
@@ -299,22 +301,38 @@ class KVCache(Freezable):
     def repeat_interleave(self, n: int) -> None:
         """Put *n* rows in place of each, all the same, next to each other; ``spec.batch_size`` grows *n* times."""
         n = checks.positive_int("n", n)
+        replace(self._spec, batch_size=n * self._spec.batch_size)  # refuses more than any cache has
         self._choose([row for row in range(self._spec.batch_size) for _ in range(n)])
 
     def _choose(self, rows: list[int]) -> None:
-        chosen = self._taken(rows, self.capacity)
-        self._set_spec(replace(self._spec, batch_size=len(rows)))
-        self._own(chosen)
+        self._own(self._taken(rows, self.capacity), replace(self._spec, batch_size=len(rows)))
 
     def reset(self) -> None:
         """Forget all tokens; new buffers of the capacity asked for at the start replace the old ones. Rows remain."""
-        self._own(allocate(self._spec, usable_capacity(self._spec, self._wanted)))
+        self._restart(self._empty())
 
-    def _own(self, buffers: KVBuffers) -> None:
-        """Let *buffers*, which nobody else has, replace those of before."""
+    def _empty(self) -> KVBuffers:
+        """Buffers as `reset` makes them."""
+        return allocate(self._spec, usable_capacity(self._spec, self._wanted))
+
+    def _restart(self, buffers: KVBuffers) -> None:
+        """`reset` to *buffers*, those of `_empty`."""
+        self._own(buffers)
+
+    def _own(self, buffers: KVBuffers, spec: CacheSpec | None = None, **more: Any) -> None:
+        """Let *buffers*, which nobody else has, replace those of before, and so *spec* and attributes *more*."""
+        spec = spec or self._spec
+        # At once, and the arrays of others first: an exception between two steps (Ctrl-C) must not mix old and new.
+        self.__dict__.update(
+            _spec=spec,
+            _k_shape=(spec.batch_size, spec.num_kv_heads, None, spec.head_dim),
+            _v_shape=(spec.batch_size, spec.num_kv_heads, None, spec.v_head_dim),
+            _buffers=buffers,
+            _exposed=False,
+            _target=target(buffers),
+            **more,
+        )
         self._leave()
-        self._buffers, self._exposed = buffers, False
-        self._target = target(buffers)
 
     def keys(self) -> FloatArray:
         """All keys, decoded: a new float32 array [B, H_kv, length, D], with zeros past the length of a row.

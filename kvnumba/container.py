@@ -27,7 +27,8 @@ class KVCaches(Sequence[KVCache]):
     Notes
     -----
     ``len`` is the number of layers, `length` that of tokens. `layer_formats` gives the outer layers of a model, which
-    are the most sensitive, another format than the rest.
+    are the most sensitive, another format than the rest. Where memory runs out while rows of all layers are chosen, the
+    layers before are changed and those after are not.
     """
 
     #: What makes the cache of one layer.
@@ -94,15 +95,13 @@ class KVCaches(Sequence[KVCache]):
 
     def reorder(self, idx: Any) -> None:
         """`KVCache.reorder` of every layer."""
-        self._need_same_rows()
-        rows = idx if isinstance(idx, np.ndarray) else list(idx)
+        rows = self._rows(idx)
         for layer in self._layers:
             layer.reorder(rows)
 
     def select(self, idx: Any) -> None:
         """`KVCache.select` of every layer."""
-        self._need_same_rows()
-        rows = idx if isinstance(idx, np.ndarray) else list(idx)
+        rows = self._rows(idx)
         for layer in self._layers:
             layer.select(rows)
 
@@ -110,6 +109,11 @@ class KVCaches(Sequence[KVCache]):
         """`KVCache.repeat_interleave` of every layer."""
         for layer in self._layers:
             layer.repeat_interleave(n)
+
+    def _rows(self, idx: Any) -> list[int]:
+        """*idx* as rows that every layer has."""
+        self._need_same_rows()
+        return checks.rows("idx", idx, self._layers[0].spec.batch_size)
 
     def _need_same_rows(self) -> None:
         """Raise unless a choice of rows that fits the first layer fits all of them."""
@@ -135,7 +139,11 @@ class KVCaches(Sequence[KVCache]):
         return self._of([layer._clone() for layer in self._layers])
 
     def _take(self) -> KVCaches:
-        return self._of([layer._take() for layer in self._layers])
+        empty = [layer._empty() for layer in self._layers]  # what can fail comes before what cannot
+        taken = self._clone()
+        for layer, buffers in zip(self._layers, empty):
+            layer._restart(buffers)
+        return taken
 
     @classmethod
     def _of(cls, layers: list[KVCache]) -> KVCaches:

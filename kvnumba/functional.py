@@ -113,6 +113,9 @@ def prepare(
     buffers: KVBuffers,
     length: int,
     q: Any,
+    sinks: int = 0,
+    dropped: int = 0,
+    /,
     *,
     causal: bool = True,
     sm_scale: float | None = None,
@@ -123,8 +126,6 @@ def prepare(
     sink_logits: Any = None,
     return_lse: bool = False,
     out: Array | None = None,
-    sinks: int = 0,
-    dropped: int = 0,
 ) -> Request:
     """Check the arguments of attention over buffers that (will) hold *length* tokens; options as in `attention`.
 
@@ -134,13 +135,15 @@ def prepare(
     query, dtype = checks.query(q, first.shape[0], first.shape[1], first.shape[3])
     scale = checks.scale(sm_scale, first.shape[3])
     extras = None
-    if mask is not None or window is not None or alibi_slopes is not None or sink_logits is not None or softcap != 0:
-        extras = _extras(mask, window, softcap, alibi_slopes, sink_logits, query.shape, length)._replace(
+    cap = checks.softcap(softcap)
+    if mask is not None or window is not None or alibi_slopes is not None or sink_logits is not None or cap != 0:
+        extras = _extras(mask, window, cap, alibi_slopes, sink_logits, query.shape, length)._replace(
             sinks=sinks, dropped=dropped
         )
     if out is not None:
         checks.output("out", out, (*query.shape[:3], buffers.v[0].shape[3]), dtype)
-    return Request(query, dtype, scale, int(checks.flag("causal", causal)), extras, bool(return_lse), out)
+    causal, return_lse = checks.flag("causal", causal), checks.flag("return_lse", return_lse)
+    return Request(query, dtype, scale, int(causal), extras, return_lse, out)
 
 
 class Target(NamedTuple):
@@ -168,7 +171,7 @@ def run(to: Target, length: int, request: Request) -> Any:
     """Attention over buffers that hold *length* tokens, as prepared."""
     query, out = request.query, request.out
     v_dim = to.v_dim
-    if out is not None and out.dtype == np.float32 and out.flags.carray and not _overlaps(out, to.buffers, query):
+    if out is not None and out.dtype == np.float32 and out.flags.carray and not _overlaps(out, to.buffers, request):
         result = out
     else:
         result = np.empty((*query.shape[:3], v_dim), np.float32)
@@ -250,9 +253,12 @@ def _moved(x: Array, counts: Sequence[int], filler: float, *, to_end: bool) -> A
     return moved
 
 
-def _overlaps(out: Array, buffers: KVBuffers, query: Array) -> bool:
+def _overlaps(out: Array, buffers: KVBuffers, request: Request) -> bool:
     """Whether writing *out* could change what is still to be read."""
-    return any(np.may_share_memory(out, array) for array in (query, buffers.k[0], buffers.v[0]))
+    read = [request.query, buffers.k[0], buffers.v[0]]
+    if request.extras is not None:
+        read += [request.extras.mask, request.extras.alibi_slopes, request.extras.sink_logits]
+    return any(np.may_share_memory(out, array) for array in read)
 
 
 def _work(to: Target, call: tuple[Any, ...], extras: Extras | None, few: bool) -> threads.Work:
@@ -267,7 +273,7 @@ def _work(to: Target, call: tuple[Any, ...], extras: Extras | None, few: bool) -
 def _extras(
     mask: Any,
     window: Any,
-    softcap: Any,
+    softcap: float,
     alibi_slopes: Any,
     sink_logits: Any,
     shape: tuple[int, ...],
@@ -282,7 +288,7 @@ def _extras(
     left, right = (-1, -1) if window is None else checks.window(window)
     slopes = _NONE if alibi_slopes is None else checks.per_head("alibi_slopes", alibi_slopes, shape[1], lowest=-1e30)
     logits = _NONE if sink_logits is None else checks.per_head("sink_logits", sink_logits, shape[1])
-    return Extras(added, checks.softcap(softcap), left, right, slopes, logits)
+    return Extras(added, softcap, left, right, slopes, logits)
 
 
 def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, npt.NDArray[np.float32]]:

@@ -8,6 +8,7 @@ written; any other first copies its own tokens into arrays of its own. Nobody er
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,6 +19,8 @@ _F = TypeVar("_F", bound="Freezable")
 
 #: Held while it is settled who shares and who writes; never while tokens are copied.
 _settling = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a child would wait for ever for a thread that it does not have
+    os.register_at_fork(before=_settling.acquire, after_in_parent=_settling.release, after_in_child=_settling.release)
 
 #: Bytes by array and row (identity of the array, row): of two owners the one with more tokens of a row counts.
 SharedBytes = dict[tuple[int, int], int]

@@ -89,8 +89,8 @@ class WindowedKVCache(KVCache):
 
     def _write(self, k: Any, v: Any, counts: Any = None) -> None:
         pieces = self._pieces(k.shape[2])
-        if len(pieces) > 1:
-            self._refuse(k, v)
+        if len(pieces) > 1 or self._stored() + k.shape[2] > self._limit:
+            self._refuse(k, v)  # before anything is stored or dropped
         for piece in pieces:
             self._make_room(piece.stop - piece.start)
             super()._write(np.ascontiguousarray(k[:, :, piece]), np.ascontiguousarray(v[:, :, piece]))
@@ -127,9 +127,7 @@ class WindowedKVCache(KVCache):
         if mask is not None:
             mask = self._columns(checks.numbers("mask", mask), length)
         stored = length - self._dropped
-        request = prepare(
-            self._buffers, stored, q, window=(left, right), mask=mask, sinks=sinks, dropped=self._dropped, **options
-        )
+        request = prepare(self._buffers, stored, q, sinks, self._dropped, window=(left, right), mask=mask, **options)
         if self._dropped and stored - request.query.shape[2] - left < SINK:
             raise ValueError(
                 f"q must have queries whose window is still there, at most {stored - left - SINK}, "
@@ -157,9 +155,12 @@ class WindowedKVCache(KVCache):
             )
         return [min(stored, n - self._dropped) for stored in self._lengths()]
 
-    def reset(self) -> None:
-        self._dropped, self._wanted = 0, min(self._wanted, self._limit)
-        super().reset()
+    def _empty(self) -> KVBuffers:
+        self._wanted = min(self._wanted, self._limit)
+        return super()._empty()
+
+    def _restart(self, buffers: KVBuffers) -> None:
+        self._own(buffers, _dropped=0)
 
     def reserve(self, capacity: int) -> None:
         """Make room for *capacity* tokens in memory, as many as it will ever need at most."""

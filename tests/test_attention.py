@@ -218,6 +218,34 @@ def test_out_receives_the_result(rng, rows):
     assert bit_equal(out, cache.attend(q))
 
 
+@pytest.mark.parametrize("option", ["mask", "alibi_slopes", "sink_logits"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_out_may_lie_where_an_option_lies(rng, option, rows):
+    q, k, v = normal(rng, 1, 2, rows, 8), normal(rng, 1, 2, 16, 8), normal(rng, 1, 2, 16, 16)
+    cache = kv.KVCache(2, 8, v_head_dim=16, k_format="int8", v_format="int4")
+    cache.append(k, v)
+    for attend in (cache.attend, lambda q, **options: kv.attention(q, k, v, **options)):
+        out = np.full((1, 2, rows, 16), 0.5, np.float32)
+        given = out[:, :1] if option == "mask" else out.reshape(-1)[:2]
+        given[...] = normal(rng, *given.shape)
+        right = attend(q, **{option: given.copy()})
+        assert bit_equal(attend(q, **{option: given}, out=out), right)
+
+
+@pytest.mark.parametrize("name", ["sinks", "dropped"])
+def test_what_windows_need_inside_is_no_option(rng, name):
+    cache, *_ = filled(rng, "float32", "float32", length=30)
+    with pytest.raises(TypeError, match=name):
+        cache.attend(normal(rng, 1, 4, 1, 32), **{name: 4})
+
+
+@pytest.mark.parametrize("name", ["softcap", "return_lse", "causal"])
+def test_an_option_that_is_no_array_is_refused_as_one(rng, name):
+    cache, *_ = filled(rng, "float32", "float32", length=3)
+    with pytest.raises(TypeError, match=f"{name} must be"):
+        cache.attend(normal(rng, 1, 4, 1, 32), **{name: np.ones(2)})
+
+
 def test_out_of_another_shape_is_refused(rng):
     cache, *_ = filled(rng, "float32", "float32", length=3)
     with pytest.raises(ValueError, match="out must"):

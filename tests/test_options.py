@@ -106,7 +106,7 @@ def test_a_window_that_keeps_the_sinks_equals_the_mask_that_says_so(rng, format,
         q = normal(rng, 1, 4, queries, 32)
         position, key = np.arange(length - queries, length)[:, None], np.arange(length)
         mask = (key <= position) & ((key > position - window) | (key < SINK))
-        request = prepare(cache.buffers, length, q, window=(window - 1, 0), sinks=SINK)
+        request = prepare(cache.buffers, length, q, SINK, window=(window - 1, 0))
         got = run(target(cache.buffers), length, request)
         np.testing.assert_allclose(got, cache.attend(q, causal=False, mask=mask), rtol=1e-5, atol=2e-5)
 
@@ -116,7 +116,7 @@ def test_tokens_dropped_between_sinks_and_window_count_in_the_distance_of_the_si
     cache = kv.KVCache(2, 32, k_format=format, v_format=format)
     cache.append(normal(rng, 1, 2, 300, 32), normal(rng, 1, 2, 300, 32))
     q, slopes = normal(rng, 1, 4, 1, 32), np.array([0.01, 0.02, 0.05, 0.1])
-    request = prepare(cache.buffers, 300, q, window=(99, 0), sinks=SINK, dropped=64, alibi_slopes=slopes)
+    request = prepare(cache.buffers, 300, q, SINK, 64, window=(99, 0), alibi_slopes=slopes)
     key = np.arange(300)
     distance = 299 - key + 64 * (key < SINK)
     bias = np.where((key > 199) | (key < SINK), -slopes[:, None] * distance, -np.inf)

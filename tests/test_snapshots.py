@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import pickle
+import signal
 import threading
 import time
 
@@ -13,7 +15,9 @@ import pytest
 from conftest import bit_equal, normal
 
 import kvnumba as kv
+from kvnumba.buffers import allocate
 from kvnumba.reference import ReferenceKVCache
+from kvnumba.snapshot import _settling
 
 #: Each format once as keys and once as values.
 PAIRS = [("float32", "int4"), ("float16", "bfloat16"), ("bfloat16", "float16"), ("int8", "float32"), ("int4", "int8")]
@@ -126,6 +130,68 @@ def test_a_refused_append_to_shared_arrays_changes_nothing_and_takes_no_turn(rng
     assert same(cache, reference)
     assert same(other, reference)
     assert np.shares_memory(other._buffers.k.codes, snapshot._cache._buffers.k.codes)  # it was the first to write
+
+
+@pytest.mark.parametrize("operation", ["select", "reserve", "reset", "buffers", "consume"])
+def test_what_fails_on_the_way_leaves_cache_and_snapshot_as_they_were(rng, monkeypatch, operation):
+    cache, reference = filled(rng, "int8", "int4", 70, batch_size=3)
+    snapshot = cache.freeze()
+    operations = {
+        "select": lambda: cache.select([2, 1]),
+        "reserve": lambda: cache.reserve(1000),
+        "reset": cache.reset,
+        "buffers": lambda: cache.buffers,
+        "consume": lambda: cache.freeze(consume=True),
+    }
+    monkeypatch.setattr("kvnumba.cache.target", no_memory)  # the last thing that is made of new buffers
+    with pytest.raises(MemoryError):
+        operations[operation]()
+    monkeypatch.undo()
+    assert same(cache, reference)
+    cache.append(*data(rng, cache.spec, 40))
+    cache.truncate(3)
+    assert same(snapshot.unfreeze(), reference)
+
+
+def no_memory(*_):
+    raise MemoryError
+
+
+def test_layers_are_taken_all_or_none(rng, monkeypatch):
+    caches = kv.KVCaches(3, 2, 8)
+    for layer in range(3):
+        caches.append(layer, *normal(rng, 2, 1, 2, 10, 8))
+    makers = iter([allocate, allocate, no_memory])
+    with monkeypatch.context() as patch:
+        patch.setattr("kvnumba.cache.allocate", lambda *sizes: next(makers)(*sizes))
+        with pytest.raises(MemoryError):
+            caches.freeze(consume=True)
+    assert [len(layer) for layer in caches] == [10] * 3
+    snapshot = caches.freeze(consume=True)
+    assert [len(layer) for layer in caches] == [0] * 3
+    assert [len(layer) for layer in snapshot.unfreeze()] == [10] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_child_forked_while_a_thread_shares_arrays_goes_on(rng):
+    cache, _ = filled(rng, "float32", "float32", 5)
+    held, snapshot = threading.Event(), cache.freeze()
+
+    def settle():
+        with _settling:
+            held.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=settle)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends a child that waits for ever
+        snapshot.unfreeze()
+        os._exit(0)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_single_tensor_caches_share_and_part_as_the_large_one_does(rng):

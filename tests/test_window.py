@@ -40,7 +40,7 @@ def whole(cache):
 
 def expected(full, q, window=WINDOW, **options):
     """What a cache that never dropped a token gives through the same window."""
-    request = prepare(full.buffers, len(full), q, window=(window - 1, -1), sinks=SINK, **options)
+    request = prepare(full.buffers, len(full), q, SINK, window=(window - 1, -1), **options)
     return run(full._target, len(full), request)
 
 
@@ -232,6 +232,34 @@ def test_a_long_append_that_fails_leaves_everything_as_it_was(rng, bad):
     with pytest.raises(ValueError, match="out must"):
         cache.step(q, *data(rng, 900), out=np.empty((1, 1), np.float32))
     same(cache, full, q[:, :, :1])
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_a_refused_append_drops_nothing(rng, size):
+    cache, _ = filled(rng, 1500)
+    while cache._stored() + size <= cache._limit:
+        cache.append(*data(rng, 1))
+    before, positions = pickle.dumps(cache), cache.positions
+    k, v = data(rng, size)
+    k[0, 0, -1, 0] = np.nan
+    with pytest.raises(ValueError, match=r"k must be finite"):
+        cache.append(k, v)
+    np.testing.assert_array_equal(cache.positions, positions)
+    assert pickle.dumps(cache) == before
+
+
+def test_a_reset_that_fails_leaves_everything_as_it_was(rng, monkeypatch):
+    cache, _ = filled(rng, 1500)
+    positions = cache.positions
+    with monkeypatch.context() as patch:
+        patch.setattr("kvnumba.cache.allocate", no_memory)
+        with pytest.raises(MemoryError):
+            cache.reset()
+    np.testing.assert_array_equal(cache.positions, positions)
+
+
+def no_memory(*_):
+    raise MemoryError
 
 
 def test_queries_whose_window_is_gone_are_refused(rng):
