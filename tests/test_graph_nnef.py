@@ -242,3 +242,64 @@ def test_damaged_and_hostile_archives_are_refused(tmp_path):
         nnef.load(tmp_path / "bad.tar")
     with pytest.raises(FileNotFoundError):
         nnef.load(tmp_path / "nowhere.tar")
+
+
+def graph(body, inputs, outputs="o"):
+    return HEAD.format(inputs=inputs).replace("-> (o)", f"-> ({outputs})") + body + "}\n"
+
+
+@pytest.mark.parametrize(
+    ("declared", "kind"),
+    [
+        ("external(shape=[1,S])", "f32"),
+        ("external<scalar>(shape=[1,S])", "f32"),
+        ("external<integer>(shape=[1,S])", "i64"),
+        ("external<logical>(shape=[1,S])", "bool"),
+        ("tract_core_external(datum_type='i32', shape=[1,S])", "i32"),
+        ('tract_core_external( shape = [1, S] , datum_type = "F16" )', "f16"),
+        ("# external<integer>(shape=[9]);\n tract_core_external(shape=[1,S], datum_type='i8')", "i8"),
+    ],
+)  # fmt: skip
+def test_each_input_has_its_own_element_type(declared, kind):
+    text = graph(
+        f"    # a = tract_core_external(shape=[9], datum_type='i64'); it's\n    a = external<scalar>(shape=[2]);\n"
+        f"    x = {declared};\n    b = tract_core_external(shape=[3], datum_type='f64');\n    o = copy(x);\n",
+        "a, x, b",
+    )
+    wanted = [nnef.Input("a", "f32", [2]), nnef.Input("x", kind, [1, "S"]), nnef.Input("b", "f64", [3])]
+    assert nnef.parse(text).inputs == wanted
+
+
+@pytest.mark.parametrize(
+    "name", ["it's", 'say "hi"', "a\\", "\\'", "shape = [Q]", "", "é", "# no", "a;b", "extension tract_symbol Z;",
+             "x\ny", "o = tract_core_external(shape=[1], datum_type='i64')", "word_0", "}\n}"],
+)  # fmt: skip
+def test_any_text_can_be_a_name(name, tmp_path):
+    model = nnef.parse(graph(external("x", H_KV) + cache("o", "x"), "x"))
+    model.operations[0].attributes["name"] = name
+    assert nnef.parse(nnef.text(model)) == model
+    model.inputs[0].name = model.operations[0].inputs["input"] = name or "x"
+    assert nnef.parse(nnef.text(model)) == model
+    nnef.save(model, tmp_path / "model")
+    x = np.ones((1, H_KV, 2, D), np.float32)
+    assert (engine(tmp_path / "model").run([x])[0].to_numpy() == 1).all()
+    assert nnef.Session(model).run({name or "x": x})["o"].shape == x.shape
+
+
+def test_comments_and_escaped_names_are_read():
+    text = graph(
+        "    # extension tract_symbol Z; it's\n"
+        + external('i"x.0"', H_KV)
+        + cache("o", 'i"x.0"').replace("name='o'", 'name="it\'s"'),
+        'i"x.0"',
+    )
+    model = nnef.parse(text)
+    assert model.extensions == ["tract_symbol S", "tract_symbol P"]
+    assert (model.inputs[0].name, model.caches[0].attributes["name"]) == ("x.0", "it's")
+
+
+@pytest.mark.parametrize(("old", "new"), [("axis=2", "axis=4"), ("axis=2", "axis=-1"), ("=[1,2,P,8]", "=[1,2,P]")])
+def test_an_axis_that_is_none_is_refused(old, new):
+    text = attention().replace(old, new)
+    with pytest.raises(ValueError, match="of 'kc' must have two shapes of one rank and an axis of it, got"):
+        nnef.parse(text)

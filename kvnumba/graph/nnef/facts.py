@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvnumba.graph.nnef.model import DTYPES, QUANTIZED, SHAPES, Model
+from kvnumba.graph.nnef.model import DTYPES, QUANTIZED, SHAPES, Model, check
 from kvnumba.spec import CacheSpec
 
 
 def output_facts(model: Model) -> dict[str, tuple[str, list[str]]]:
     """Element type and symbolic shape of what each cache gives: its name to ("f32", ["1", "2", "P+S", "8"])."""
+    check(model)
     facts = {}
-    for one in model.caches:
-        past, new = ([str(n) for n in one.attributes[name]] for name in SHAPES)
+    for name, one in model.named_caches.items():
+        past, new = ([str(n) for n in one.attributes[shape]] for shape in SHAPES)
         axis = one.attributes["axis"]
-        shape = [f"{past[axis]}+{new[axis]}" if i == axis else n for i, n in enumerate(new)]
-        facts[str(one.attributes["name"])] = (str(one.attributes["datum_type"]).lower(), shape)
+        given = [f"{past[axis]}+{new[axis]}" if i == axis else n for i, n in enumerate(new)]
+        facts[name] = (str(one.attributes["datum_type"]).lower(), given)
     return facts
 
 
@@ -24,8 +25,9 @@ def cost(model: Model) -> dict[str, dict[str, float]]:
 
     Symbols other than that of the past length count as 1: the figures are those of one row of the batch.
     """
+    check(model)
     costs = {}
-    for one in model.caches:
+    for name, one in model.named_caches.items():
         shape, axis = one.attributes["past_sequence_shape"], one.attributes["axis"]
         sizes = [1 if i == axis or isinstance(n, str) else int(n) for i, n in enumerate(shape)]
         values = int(np.prod(sizes))
@@ -34,5 +36,5 @@ def cost(model: Model) -> dict[str, dict[str, float]]:
             form, dim = f"int{one.attributes['bits']}", sizes[-1]
             pair = (form, "float32") if one.attributes["per_channel"] else ("float32", form)
             size = values / dim * (CacheSpec(1, dim, dim, *pair).bytes_per_token - 4 * dim)
-        costs[str(one.attributes["name"])] = {"values_per_token": float(values), "bytes_per_token": size}
+        costs[name] = {"values_per_token": float(values), "bytes_per_token": size}
     return costs

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvnumba import checks
 from kvnumba.graph.nnef.operators import OPERATORS
+from kvnumba.graph.nnef.words import Hidden, identifier, literal, quoted
 
 try:
     import nnef as _nnef
@@ -35,15 +37,25 @@ fragment {SDPA}(q: tensor<scalar>, k: tensor<scalar>, v: tensor<scalar>, mask: t
     -> (output: tensor<scalar>);
 """
 SHAPES = ("past_sequence_shape", "input_sequence_shape")
-#: Codes of symbols in shapes, while the package reads them: numbers that no dimension has.
+#: The first of the codes that stand for the items of shapes while the package reads them; they count down.
 _FIRST_CODE = 2**31 - 1
 _PROPERTIES = re.compile(r"^fragment tract_core_properties\b.*?^\}\n?", re.DOTALL | re.MULTILINE)
-_EXTENSION = re.compile(r"^extension\s+(tract_\w+[^;]*);[ \t]*\n?", re.MULTILINE)
+_EXTENSION = re.compile(r"\bextension\s+(tract_\w+[^;]*);[ \t]*\n?")
 _EXTERNAL = re.compile(
-    r"\btract_core_external\(\s*shape\s*=\s*\[([^\]]*)\]\s*,\s*datum_type\s*=\s*['\"](\w+)['\"]\s*\)"
+    r"\b(\w+)\s*=\s*(?:tract_core_external\s*\(([^()]*)\)|external\s*(?:<\s*(\w+)\s*>)?\s*\(([^()]*)\))"
 )
 _LIST = re.compile(rf"\b({'|'.join(SHAPES)}|shape)\s*=\s*\[([^\]]*)\]")
-DTYPES = {"f32": np.float32, "f16": np.float16, "f64": np.float64, "i64": np.int64, "bool": np.bool_}
+_SHAPE = re.compile(r"\bshape\s*=\s*\[[^\]]*\]")
+_TYPE = re.compile(r"\bdatum_type\s*=\s*'(\w+)'")
+#: What tract writes for `copy`, and the package does not know.
+_ALIAS = re.compile(r"=\s*([A-Za-z_]\w*)\s*;")
+DTYPES: dict[str, type[np.generic]] = {
+    "bool": np.bool_,
+    "f16": np.float16, "f32": np.float32, "f64": np.float64,
+    "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+}  # fmt: skip
+_GENERIC = {"scalar": "f32", "integer": "i64", "logical": "bool"}
 
 Dim = int | str
 
@@ -87,93 +99,171 @@ class Model:
         """The stateful operators, in their order."""
         return [operation for operation in self.operations if operation.kind in (PLAIN, QUANTIZED)]
 
+    @property
+    def named_caches(self) -> dict[str, Operation]:
+        """The stateful operators by name; those that share one are called "name of output"."""
+        names = [str(one.attributes["name"]) for one in self.caches]
+        named: dict[str, Operation] = {}
+        for name, one in zip(names, self.caches):
+            key = name if names.count(name) == 1 else f"{name} of {one.output}"
+            while key in named:
+                key += "'"
+            named[key] = one
+        return named
+
 
 def parse(source: str) -> Model:
     """The model of the text of a ``graph.nnef``, without its variables' tensors."""
-    codes: dict[int, str] = {}
-    kinds: list[str] = []
-
-    def coded(found: re.Match[str]) -> str:
-        items = [item.strip() for item in found[2].split(",") if item.strip()]
-        for i, item in enumerate(items):
-            if not re.fullmatch(r"\d+", item):
-                code = _FIRST_CODE - len(codes)
-                codes[code] = item
-                items[i] = str(code)
-        return f"{found[1]} = [{', '.join(items)}]"
-
-    def typed(found: re.Match[str]) -> str:
-        kinds.append(found[2].lower())
-        return f"external(shape = [{found[1]}])"
-
-    extensions = [line.strip() for line in _EXTENSION.findall(source)]
-    body = _EXTENSION.sub("", _PROPERTIES.sub("", source))
-    body = _LIST.sub(coded, _EXTERNAL.sub(typed, body))
-    body = re.sub(r"(version\s+[\d.]+\s*;)", lambda found: found[1] + _DECLARED, body, count=1)
+    if not isinstance(source, str):
+        raise TypeError(f"source must be the text of a graph.nnef, got an object of type {type(source).__name__}")
+    hidden = Hidden(source)
+    extensions = [hidden.shown(line.strip()) for line in _EXTENSION.findall(hidden.text)]
+    body, codes, kinds = _standard(hidden)
     try:
         graph = _nnef.parse_string(body)
     except Exception as error:
-        raise ValueError(f"graph.nnef must be a graph of known operators: {error}") from None
+        raise ValueError(f"graph.nnef must be a graph of known operators: {hidden.shown(str(error))}") from None
 
-    def shape(numbers: Any) -> list[Dim]:
-        return [codes.get(n, n) for n in numbers]
+    def value(x: Any) -> Any:
+        """A name or a string as `str`, a constant as a number, a list of them."""
+        if isinstance(x, (list, tuple)):
+            return [value(item) for item in x]
+        return hidden.content(str(x)) if isinstance(x, str) else x
+
+    def attribute(name: str, x: Any) -> Any:
+        return [codes.get(n, n) for n in x] if name in (*SHAPES, "shape") else value(x)
 
     inputs: list[Input] = []
     operations: list[Operation] = []
     for one in graph.operations:
-        output = str(next(iter(one.outputs.values())))
+        result = str(next(iter(one.outputs.values())))
+        output = hidden.content(result)
+        attributes = {k: attribute(k, x) for k, x in one.attribs.items()}
         if one.name == "external":
-            kind = kinds[len(inputs)] if len(inputs) < len(kinds) else "f32"
-            inputs.append(Input(output, kind, shape(one.attribs["shape"])))
+            inputs.append(Input(output, kinds.get(result, "f32"), attributes["shape"]))
             continue
-        attributes = {k: shape(v) if k in (*SHAPES, "shape") else v for k, v in one.attribs.items()}
-        if one.name not in OPERATORS and one.name not in (PLAIN, QUANTIZED):
-            raise ValueError(f"operator {one.name} of {output!r} must be one of {', '.join(sorted(OPERATORS))}")
-        arguments = {k: _value(v) for k, v in one.inputs.items()}
+        arguments = {k: value(x) for k, x in one.inputs.items()}
         if one.name == SDPA:  # what stands for "none" is not written
-            arguments = {k: v for k, v in arguments.items() if v != 0.0}
-            attributes = {k: v for k, v in attributes.items() if (k, v) != ("scale", 0.0)}
+            arguments = {k: x for k, x in arguments.items() if x != 0.0}
+            attributes = {k: x for k, x in attributes.items() if (k, x) != ("scale", 0.0)}
         operations.append(Operation(one.name, arguments, attributes, output))
     symbols = [line for line in extensions if not line.startswith("tract_registry")]
-    return Model(graph.name, inputs, operations, [str(name) for name in graph.outputs], symbols)
+    model = Model(hidden.content(graph.name), inputs, operations, value(graph.outputs), symbols)
+    check(model)
+    return model
 
 
-def _value(x: Any) -> Any:
-    """An argument: a name as `str`, a constant as a number, a list of them."""
-    if isinstance(x, (list, tuple)):
-        return [_value(item) for item in x]
-    return str(x) if isinstance(x, str) else x
+def _standard(hidden: Hidden) -> tuple[str, dict[int, Dim], dict[str, str]]:
+    """The text as the package knows the language, what its numbers in shapes stand for, element types of the inputs."""
+    codes: dict[int, Dim] = {}
+    kinds: dict[str, str] = {}
+
+    def coded(found: re.Match[str]) -> str:
+        numbers = []
+        for item in filter(None, map(str.strip, found[2].split(","))):
+            numbers.append(_FIRST_CODE - len(codes))
+            codes[numbers[-1]] = int(item) if re.fullmatch(r"-?\d{1,18}", item) else hidden.shown(item)
+        return f"{found[1]} = {numbers}"
+
+    def typed(found: re.Match[str]) -> str:
+        output, typed_arguments, generic, arguments = found.groups()
+        if arguments is not None:
+            kinds[output] = _GENERIC.get(generic or "scalar", generic)
+            return f"{output} = external({arguments})"
+        shape, kind = _SHAPE.search(typed_arguments), _TYPE.search(typed_arguments)
+        if not shape or not kind:
+            return found[0]
+        kinds[output] = hidden.content(kind[1]).lower()
+        return f"{output} = external({shape[0]})"
+
+    body = _EXTENSION.sub("", _PROPERTIES.sub("", hidden.text))
+    body = _ALIAS.sub(r"= copy(\1);", _EXTERNAL.sub(typed, _LIST.sub(coded, body)))
+    return re.sub(r"(version\s+[\d.]+\s*;)", lambda found: found[1] + _DECLARED, body, count=1), codes, kinds
+
+
+def check(model: Model) -> None:
+    """Raise ValueError unless all operators, element types and names are known, and the shapes can be run."""
+    given = {one.name for one in model.inputs}
+    for one in model.inputs:
+        _known("datum_type", one.datum_type, one.name)
+    for operation in model.operations:
+        kind, attributes, output = operation.kind, operation.attributes, operation.output
+        if kind not in OPERATORS and kind not in (PLAIN, QUANTIZED):
+            raise ValueError(f"operator {kind} of {output!r} must be one of {', '.join(sorted(OPERATORS))}")
+        _given(f"inputs of {output!r}", list(operation.inputs.values()), given)
+        given.add(output)
+        for name in ("datum_type", "acc_datum_type"):
+            if name in attributes:
+                _known(name, attributes[name], output)
+        if kind == "variable" and not all(isinstance(n, int) and n >= 0 for n in attributes["shape"]):
+            raise ValueError(f"shape of variable {output!r} must be numbers, got {as_list(attributes['shape'])}")
+        if kind in (PLAIN, QUANTIZED):
+            past, new = (len(attributes[name]) for name in SHAPES)
+            if past != new or not 0 <= attributes["axis"] < past:
+                raise ValueError(
+                    f"operator {kind} of {output!r} must have two shapes of one rank and an axis of it, got "
+                    f"{past} and {new} axes and axis {attributes['axis']}"
+                )
+    _given("outputs of the model", model.outputs, given)
+
+
+def _given(what: str, x: Any, given: set[str]) -> None:
+    for item in x if isinstance(x, (list, tuple)) else [x]:
+        if isinstance(item, (list, tuple)):
+            _given(what, item, given)
+        elif isinstance(item, str) and item not in given:
+            raise ValueError(f"{what} must be inputs of the model or results of operators before, got {item!r}")
+
+
+def _known(name: str, kind: Any, output: str) -> None:
+    if str(kind).lower() not in DTYPES:
+        raise ValueError(f"{name} of {output!r} must be one of {', '.join(DTYPES)}, got {kind!r}")
+
+
+def variable(model: Model, operation: Operation) -> Array:
+    """The tensor of a variable, as float32."""
+    label, shape = str(operation.attributes["label"]), operation.attributes["shape"]
+    if label not in model.tensors:
+        raise ValueError(f"tensors of the model must have {label!r} of shape {shape}, got none; load it, or set it")
+    array = checks.as_float32(checks.numbers(f"tensor {label!r}", model.tensors[label]))
+    if list(array.shape) != list(shape):
+        raise ValueError(f"tensor {label!r} must have shape {shape}, got {list(array.shape)}")
+    return array
 
 
 def text(model: Model) -> str:
     """The text of ``graph.nnef`` for *model*, as tract reads it."""
+    check(model)
     lines = ["version 1.0;", "", "extension tract_registry tract_core;"]
     if any(operation.kind.startswith("tract_transformers") for operation in model.operations):
         lines.append("extension tract_registry tract_transformers;")
     lines += [f"extension {line};" for line in model.extensions]
-    names = ", ".join(one.name for one in model.inputs)
-    lines += ["", f"graph {model.name}({names}) -> ({', '.join(model.outputs)})", "{"]
+    inputs, outputs = ", ".join(identifier(one.name) for one in model.inputs), ", ".join(map(identifier, model.outputs))
+    lines += ["", f"graph {identifier(model.name)}({inputs}) -> ({outputs})", "{"]
     for one in model.inputs:
+        kind = quoted(one.datum_type)
         lines.append(
-            f"    {one.name} = tract_core_external(shape = {as_list(one.shape)}, datum_type = '{one.datum_type}');"
+            f"    {identifier(one.name)} = tract_core_external(shape = {as_list(one.shape)}, datum_type = {kind});"
         )
     for operation in model.operations:
-        arguments = [f"{name} = {as_list(x)}" for name, x in operation.inputs.items()]
-        arguments += [f"{name} = {_literal(name, x)}" for name, x in operation.attributes.items()]
+        arguments = [f"{key} = {_argument(x)}" for key, x in operation.inputs.items()]
+        arguments += [f"{key} = {_attribute(key, x)}" for key, x in operation.attributes.items()]
         kind = "variable<scalar>" if operation.kind == "variable" else operation.kind
-        lines.append(f"    {operation.output} = {kind}({', '.join(arguments)});")
+        lines.append(f"    {identifier(operation.output)} = {kind}({', '.join(arguments)});")
     return "\n".join([*lines, "}", ""])
 
 
-def as_list(x: Any) -> str:
-    return f"[{', '.join(as_list(item) for item in x)}]" if isinstance(x, (list, tuple)) else str(x)
+def as_list(shape: list[Dim]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
-def _literal(name: str, x: Any) -> str:
-    if isinstance(x, bool):
-        return "true" if x else "false"
-    if isinstance(x, str):
-        return f"'{x}'"
+def _argument(x: Any) -> str:
     if isinstance(x, (list, tuple)):
-        return as_list(x) if name in (*SHAPES, "shape") else f"[{', '.join(_literal('', item) for item in x)}]"
-    return repr(float(x)) if isinstance(x, float) else str(x)
+        return f"[{', '.join(map(_argument, x))}]"
+    return identifier(x) if isinstance(x, str) else literal(x)
+
+
+def _attribute(key: str, x: Any) -> str:
+    if key in (*SHAPES, "shape"):
+        return as_list(x)
+    return f"[{', '.join(map(literal, x))}]" if isinstance(x, (list, tuple)) else literal(x)
