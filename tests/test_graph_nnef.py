@@ -248,6 +248,58 @@ def graph(body, inputs, outputs="o"):
     return HEAD.format(inputs=inputs).replace("-> (o)", f"-> ({outputs})") + body + "}\n"
 
 
+def both(text, folder, tensors=None):
+    """The engine and a session of one model."""
+    model = nnef.parse(text)
+    model.tensors = tensors or {}
+    nnef.save(model, folder / "model")
+    return engine(folder / "model"), nnef.Session(nnef.load(folder / "model"))
+
+
+TYPES = {
+    "bool": bool, "f16": "f2", "f32": "f4", "f64": "f8", "i8": "i1", "i16": "i2", "i32": "i4", "i64": "i8",
+    "u8": "u1", "u16": "u2", "u32": "u4", "u64": "u8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*TYPES, "F32"])
+def test_inputs_and_plain_caches_keep_their_element_type_bit_for_bit(kind, tmp_path):
+    dtype = np.dtype(TYPES[kind.lower()])
+    text = graph(external("x", H_KV) + cache("o", "x"), "x").replace("'f32'", f"'{kind}'")
+    peer, session = both(text, tmp_path)
+    rng = np.random.default_rng(2)
+    for new in (2, 1, 3):
+        x = rng.integers(0, 256, (1, H_KV, new, D * dtype.itemsize), np.uint8).view(dtype)
+        x = rng.random(x.shape) < 0.5 if kind == "bool" else np.nan_to_num(x) if dtype.kind == "f" else x
+        expected, got = peer.run([x])[0].to_numpy(), session.run({"x": x})["o"]
+        assert got.dtype == expected.dtype == dtype
+        assert got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "tdim", "nonsense"])
+def test_other_element_types_are_refused(kind):
+    for name in ("k", "kc", "o"):  # an input, a cache, attention
+        lines = attention().splitlines()
+        i = next(i for i, line in enumerate(lines) if line.startswith(f"    {name} = "))
+        lines[i] = lines[i].replace("datum_type='f32'", f"datum_type='{kind}'")
+        with pytest.raises(ValueError, match=rf"datum_type of '{name}' must be one of bool, f16, .*, got '{kind}'"):
+            nnef.parse("\n".join(lines))
+    model = nnef.parse(attention())
+    model.caches[0].attributes["datum_type"] = kind
+    for function in (nnef.cost, nnef.output_facts, nnef.text, nnef.Session):
+        with pytest.raises(ValueError, match="datum_type of 'kc' must be one of"):
+            function(model)
+
+
+def test_integers_are_given_as_integers():
+    text = graph(external("x", H_KV).replace("f32", "u8") + "    o = copy(x);\n", "x")
+    session = nnef.Session(nnef.parse(text))
+    for bad in (0.5, 256, -1):
+        with pytest.raises(ValueError, match="x must hold values of u8, got others in an array of"):
+            session.run({"x": np.full((1, H_KV, 1, D), bad)})
+    assert session.run({"x": np.full((1, H_KV, 1, D), 255.0)})["o"].dtype == np.uint8
+
+
 @pytest.mark.parametrize(
     ("declared", "kind"),
     [
@@ -268,6 +320,60 @@ def test_each_input_has_its_own_element_type(declared, kind):
     )
     wanted = [nnef.Input("a", "f32", [2]), nnef.Input("x", kind, [1, "S"]), nnef.Input("b", "f64", [3])]
     assert nnef.parse(text).inputs == wanted
+
+
+@pytest.mark.parametrize("shape", ["1,2,-1", "-1", "0,0,-1", "1,-1,8", "1,2,P+S,8", "1,(P+S)*2,8", "1,2,8*P+8*S"])
+def test_shapes_of_a_reshape_are_inferred_and_counted_as_in_the_engine(shape, tmp_path):
+    text = graph(external("x", H_KV) + cache("c", "x") + f"    o = reshape(c, shape=[{shape}]);\n", "x")
+    peer, session = both(text, tmp_path)
+    for call in calls():
+        np.testing.assert_array_equal(session.run({"x": call["k"]})["o"], peer.run([call["k"]])[0].to_numpy())
+
+
+def test_a_symbol_that_is_not_known_by_one_number_is_named():
+    text = graph(external("x", H_KV) + external("y", H_KV) + "    o = reshape(x, shape=[{}]);\n", "x, y")
+    x = np.zeros((1, H_KV, 3, D), np.float32)
+    for shape, words in (
+        ("S,-1", r"symbol S .*, got \[2, 3\]"),
+        ("Q,-1", "symbol Q .*, got none"),
+        ("S%2", "dimension"),
+    ):
+        with pytest.raises(ValueError, match=f"operator reshape of 'o': {words}"):
+            nnef.Session(nnef.parse(text.replace("{}", shape))).run({"x": x, "y": x[:, :, 1:]})
+
+
+def test_what_the_engine_writes_for_a_copy_is_read(tmp_path):
+    text = graph(external("x", H_KV) + "    y = reshape(x, shape=[1,2,-1]);\n    o = copy(y);\n", "x")
+    both(text, tmp_path)
+    framework = tract.nnef().with_tract_transformers()
+    framework.write_model_to_dir(framework.load(str(tmp_path / "model")), str(tmp_path / "dump"))
+    assert "o = y" in (tmp_path / "dump" / "graph.nnef").read_text()
+    x = np.ones((1, H_KV, 3, D), np.float32)
+    assert nnef.Session(nnef.load(tmp_path / "dump")).run({"x": x})["o"].shape == (1, H_KV, 3 * D)
+
+
+def test_two_caches_of_one_name_are_two_states(tmp_path):
+    body = external("x", H_KV) + external("y", H_KV) + cache("a", "x") + cache("b", "y").replace("name='b'", "name='a'")
+    peer, session = both(graph(body, "x, y", "a, b"), tmp_path)
+    for call in calls():
+        got = session.run({"x": call["k"], "y": call["v"]})
+        for name, expected in zip("ab", peer.run([call["k"], call["v"]])):
+            np.testing.assert_array_equal(got[name], expected.to_numpy())
+    model = nnef.parse(graph(body, "x, y", "a, b"))
+    assert list(nnef.cost(model)) == list(nnef.output_facts(model)) == ["a of a", "a of b"]
+
+
+def test_a_refused_truncate_leaves_all_caches():
+    body = external("x", H_KV) + external("y", H_KV) + cache("a", "x") + cache("b", "y")
+    session = nnef.Session(nnef.parse(graph(body, "x, y", "a, b")))
+    x = np.zeros((1, H_KV, 5, D), np.float32)
+    session.run({"x": x, "y": x[:, :, :3]})
+    for n in (4, -1):
+        with pytest.raises(ValueError, match=f"n must be from 0 to the length 3, got {n}"):
+            session.truncate(n)
+    assert [state.length() for state in session._states.by_name.values()] == [5, 3]
+    session.truncate(2)
+    assert [state.length() for state in session._states.by_name.values()] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -303,3 +409,21 @@ def test_an_axis_that_is_none_is_refused(old, new):
     text = attention().replace(old, new)
     with pytest.raises(ValueError, match="of 'kc' must have two shapes of one rank and an axis of it, got"):
         nnef.parse(text)
+
+
+def test_names_that_nothing_gives_are_refused():
+    for change in (lambda model: model.operations[0].inputs.update(input="z"), lambda model: model.outputs.append("z")):
+        model = nnef.parse(attention())
+        change(model)
+        with pytest.raises(ValueError, match="must be inputs of the model or results of operators before, got 'z'"):
+            nnef.Session(model)
+
+
+@pytest.mark.parametrize("other", [0, 4])
+def test_a_snapshot_of_another_session_is_refused(other):
+    session = nnef.Session(nnef.parse(attention(8)))
+    for snapshot in (nnef.Session(nnef.parse(attention(other))).freeze(), "x", None):
+        with pytest.raises(ValueError, match="snapshot must come from a session of the same model, got another one"):
+            session.unfreeze(snapshot)
+    with pytest.raises(TypeError, match="feeds must be a mapping of inputs to arrays, got None"):
+        session.run(None)
