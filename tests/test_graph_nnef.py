@@ -376,6 +376,53 @@ def test_a_refused_truncate_leaves_all_caches():
     assert [state.length() for state in session._states.by_name.values()] == [2, 2]
 
 
+def labelled(label):
+    variable = "    w = variable<scalar>(label='w', shape=[1,2,1,8]);\n    o = mul(x, w);\n"
+    model = nnef.parse(graph(external("x", H_KV) + variable, "x"))
+    model.operations[0].attributes["label"] = label
+    model.tensors[label] = np.full((1, H_KV, 1, D), 3, np.float32)
+    return model
+
+
+@pytest.mark.parametrize("archive", ["model", "model.tar", "model.tgz"])
+@pytest.mark.parametrize("label", ["w", "a/w", "a/b/w", "a b", "é", "it's", "w.dat"])
+def test_a_label_may_be_that_of_a_file_in_a_folder(label, archive, tmp_path):
+    nnef.save(labelled(label), tmp_path / archive)
+    nnef.save(labelled(label), tmp_path / archive)  # over what is there
+    loaded, x = nnef.load(tmp_path / archive), np.ones((1, H_KV, 2, D), np.float32)
+    assert list(loaded.tensors) == [label]
+    assert (nnef.Session(loaded).run({"x": x})["o"] == 3).all()
+    assert (engine(tmp_path / archive).run([x])[0].to_numpy() == 3).all()
+    assert [path.name for path in tmp_path.iterdir()] == [archive]
+
+
+@pytest.mark.parametrize("archive", ["model", "model.tar"])
+@pytest.mark.parametrize(
+    "label",
+    ["../evil", "/evil", "a/../../evil", "a/..", ".hidden", "./w", "a//w", "a/", "", "..\\evil", "C:evil", "a\0b"],
+)
+def test_other_labels_are_refused_and_nothing_is_written(label, archive, tmp_path):
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ValueError, match=r"label of variable 'w' must be .*, got "):
+        nnef.save(labelled(label), tmp_path / "here" / archive)
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
+def test_a_variable_without_its_tensor_is_named(tmp_path):
+    model = labelled("w")
+    x = np.ones((1, H_KV, 2, D), np.float32)
+    for tensors, words in (
+        ({}, "tensors of the model must have 'w'"),
+        ({"w": np.ones(3)}, "tensor 'w' must have shape"),
+    ):
+        model.tensors = tensors
+        with pytest.raises(ValueError, match=f"operator variable of 'w': {words}"):
+            nnef.Session(model).run({"x": x})
+        with pytest.raises(ValueError, match=words):
+            nnef.save(model, tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "name", ["it's", 'say "hi"', "a\\", "\\'", "shape = [Q]", "", "é", "# no", "a;b", "extension tract_symbol Z;",
              "x\ny", "o = tract_core_external(shape=[1], datum_type='i64')", "word_0", "}\n}"],

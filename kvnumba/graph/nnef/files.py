@@ -8,11 +8,12 @@ import re
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import nnef as _nnef
 import numpy as np
 
-from kvnumba.graph.nnef.model import Array, Model, Operation, parse, text
+from kvnumba.graph.nnef.model import Array, Model, Operation, parse, text, variable
 
 
 def load(path: str | os.PathLike[str]) -> Model:
@@ -27,92 +28,127 @@ def load(path: str | os.PathLike[str]) -> Model:
     """
     source = Path(path)
     if source.is_dir():
-        return _read(source)
+        return _read(source, {})
     with tempfile.TemporaryDirectory(prefix="kvnumba-") as folder:
-        _unpack(source, Path(folder))
-        return _read(Path(folder))
+        return _read(source, _unpack(source, Path(folder)))
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
     """Write *model* to a folder, or to an archive where *path* ends in ``.tar``, ``.tgz`` or ``.tar.gz``.
 
-    An archive that was there is replaced at once; into a folder the files are written one by one.
+    All is first written under another name. An archive that was there is then replaced at once; the files of a folder
+    one by one, the graph last.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    ValueError
+        A label is not the name of a file within the folder, or a variable has no tensor; nothing is written.
     """
     target = Path(path)
-    files = {"graph.nnef": text(model).encode()}
-    for label, array in model.tensors.items():
-        files[f"{label}.dat"] = _written(array)
-    if not target.name.endswith((".tar", ".tgz", ".tar.gz")):
+    files = {_file(one): _written(variable(model, one)) for one in model.operations if one.kind == "variable"}
+    files["graph.nnef"] = text(model).encode()
+    packed = target.name.endswith((".tar", ".tgz", ".tar.gz"))
+    if not packed:
         target.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            (target / name).write_bytes(data)
-        return
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kvnumba-") as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent if packed else target, prefix=".kvnumba-") as folder:
         made = Path(folder) / "model"
-        with tarfile.open(made, "w" if target.name.endswith(".tar") else "w:gz") as archive:
-            for name, data in files.items():
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
-        os.replace(made, target)
+        if packed:
+            _pack(files, made, "w" if target.name.endswith(".tar") else "w:gz")
+            os.replace(made, target)
+            return
+        for name, data in files.items():
+            _make_folder(made / name).write_bytes(data)
+        for name in files:
+            _make_folder(target / name)
+        for name in files:
+            os.replace(made / name, target / name)
 
 
-def _unpack(source: Path, folder: Path) -> None:
+def _make_folder(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+def _pack(files: dict[str, bytes], path: Path, mode: Literal["w", "w:gz"]) -> None:
+    with tarfile.open(path, mode) as archive:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+def _unpack(source: Path, folder: Path) -> dict[str, Path]:
+    """The files of an archive by name. Their names in *folder* are numbers: nothing in the archive says where."""
+    files: dict[str, Path] = {}
     try:
         with tarfile.open(source) as archive:
             for info in archive:
-                name = Path(info.name)
+                name = info.name.removeprefix("./")
                 if info.isdir():
                     continue
-                if not info.isfile() or len(name.parts) != 1 or name.suffix not in (".nnef", ".dat", ".quant"):
+                if not info.isfile() or not _within(name) or not name.endswith((".nnef", ".dat", ".quant")):
                     raise ValueError(f"{source} must hold graph.nnef and .dat files only, got {info.name!r}")
                 part = archive.extractfile(info)
                 assert part is not None
-                (folder / name).write_bytes(part.read())
+                files[name] = folder / str(len(files))
+                files[name].write_bytes(part.read())
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{source} must be a folder or an archive of an NNEF model ({error})") from None
+    return files
 
 
-def _read(folder: Path) -> Model:
-    graph = folder / "graph.nnef"
+def _read(source: Path, files: dict[str, Path]) -> Model:
+    """The model of an archive with *files*, or of a folder."""
+    graph = files.get("graph.nnef", source / "graph.nnef")
     if not graph.is_file():
-        raise ValueError(f"{folder} must hold graph.nnef, got none")
+        raise ValueError(f"{source} must hold graph.nnef, got none")
     try:
         model = parse(graph.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"graph.nnef must be text ({error})") from None
     for operation in model.operations:
         if operation.kind == "variable":
-            label = str(operation.attributes["label"])
-            if not re.fullmatch(r"[\w.\-]+", label) or label.startswith("."):
-                raise ValueError(f"label of variable {operation.output!r} must be a plain name, got {label!r}")
-            model.tensors[label] = _tensor(folder / f"{label}.dat", operation)
+            name = _file(operation)
+            model.tensors[str(operation.attributes["label"])] = _tensor(name, files.get(name, source / name), operation)
     return model
 
 
-def _tensor(path: Path, operation: Operation) -> Array:
+def _within(name: str) -> bool:
+    """Whether *name* is that of a file in a folder, here and on other systems."""
+    return all(re.fullmatch(r"""[^.\\/:*?"<>|\x00-\x1f][^\\/:*?"<>|\x00-\x1f]*""", part) for part in name.split("/"))
+
+
+def _file(operation: Operation) -> str:
+    """The name of the file of a variable."""
+    label = str(operation.attributes["label"])
+    if not _within(label):
+        raise ValueError(f"label of variable {operation.output!r} must be a plain name, got {label!r}")
+    return f"{label}.dat"
+
+
+def _tensor(name: str, path: Path, operation: Operation) -> Array:
     """The array of a variable, whose header is checked against the file before anything is allocated."""
-    shape = [int(n) for n in operation.attributes["shape"]]
+    shape = list(operation.attributes["shape"])
     if not path.is_file():
-        raise ValueError(f"variable {operation.output!r} must have the file {path.name}, got none")
+        raise ValueError(f"variable {operation.output!r} must have the file {name}, got none")
     size = int(np.prod(shape, dtype=object)) * 4
     found = path.stat().st_size
     if found != 128 + size:
-        raise ValueError(
-            f"{path.name} must have {128 + size} bytes, a header and float32 of shape {shape}, got {found}"
-        )
+        raise ValueError(f"{name} must have {128 + size} bytes, a header and float32 of shape {shape}, got {found}")
     with path.open("rb") as file:
         try:
             array = np.asarray(_nnef.read_tensor(file))
         except Exception as error:
-            raise ValueError(f"{path.name} must be a tensor of NNEF ({error})") from None
+            raise ValueError(f"{name} must be a tensor of NNEF ({error})") from None
     if list(array.shape) != shape or array.dtype != np.float32:
-        raise ValueError(f"{path.name} must be float32 of shape {shape}, got {array.dtype} of {list(array.shape)}")
+        raise ValueError(f"{name} must be float32 of shape {shape}, got {array.dtype} of {list(array.shape)}")
     return array
 
 
 def _written(array: Array) -> bytes:
     with tempfile.TemporaryFile() as file:
-        _nnef.write_tensor(file, np.ascontiguousarray(array, np.float32))
+        _nnef.write_tensor(file, np.ascontiguousarray(array))
         file.seek(0)
         return file.read()
