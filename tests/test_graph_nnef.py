@@ -352,6 +352,27 @@ def test_what_the_engine_writes_for_a_copy_is_read(tmp_path):
     assert nnef.Session(nnef.load(tmp_path / "dump")).run({"x": x})["o"].shape == (1, H_KV, 3 * D)
 
 
+@pytest.mark.parametrize(
+    "operation", ["mul(x, 0.5)", "mul(2.0, x)", "add(x, 3.0)", "div(x, 2.0)", "div(x, y)", "sub(y, x)"]
+)
+@pytest.mark.parametrize("kind", ["f16", "f32", "i32", "i64"])
+def test_arithmetic_is_done_in_the_element_type(kind, operation, tmp_path):
+    declared = "".join(f"    {name} = tract_core_external(shape=[S], datum_type='{kind}');\n" for name in "xy")
+    peer, session = both(graph(declared + f"    o = {operation};\n", "x, y"), tmp_path)
+    large = 2**60 + 1 if kind == "i64" else 1000
+    x = np.array([7, -7, 5, -1, large], TYPES[kind])
+    y = np.array([2, 2, -2, 3, 3], TYPES[kind])
+    expected, got = peer.run([x, y])[0].to_numpy(), session.run({"x": x, "y": y})["o"]
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_integers_and_floats_are_not_mixed():
+    body = "    x = external<integer>(shape=[S]);\n    y = external(shape=[S]);\n    o = mul(x, y);\n"
+    with pytest.raises(ValueError, match=r"operator mul of 'o': x and y must have one .* got int64 and float32"):
+        nnef.Session(nnef.parse(graph(body, "x, y"))).run({"x": [1], "y": [0.5]})
+
+
 def test_two_caches_of_one_name_are_two_states(tmp_path):
     body = external("x", H_KV) + external("y", H_KV) + cache("a", "x") + cache("b", "y").replace("name='b'", "name='a'")
     peer, session = both(graph(body, "x, y", "a, b"), tmp_path)

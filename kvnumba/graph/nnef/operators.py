@@ -54,16 +54,33 @@ def _leading(function: Callable[[Any, Any], Any]) -> Callable[..., Array]:
     """A binary operator with the broadcasting of NNEF: axes are matched from the first."""
 
     def apply(x: Any, y: Any) -> Array:
-        x, y = np.asarray(x), np.asarray(y)
+        x, y = _same_type(x, y)
         rank = max(x.ndim, y.ndim)
         if x.ndim:
             x = x.reshape(x.shape + (1,) * (rank - x.ndim))
         if y.ndim:
             y = y.reshape(y.shape + (1,) * (rank - y.ndim))
         made: Array = function(x, y)
-        return made.astype(np.result_type(x if x.ndim else y, y if y.ndim else x), copy=False)
+        return made
 
     return apply
+
+
+def _same_type(x: Any, y: Any) -> tuple[Array, Array]:
+    """Both operands in one element type: a constant takes that of the other, of two tensors the wider one counts."""
+    if type(x) in (bool, int, float):
+        x = np.asarray(x, np.float32 if type(y) in (bool, int, float) else y.dtype)
+    if type(y) in (bool, int, float):
+        y = np.asarray(y, x.dtype)
+    common = np.result_type(x.dtype, y.dtype)
+    if len({dtype.kind == "f" for dtype in (x.dtype, y.dtype, common)}) > 1:
+        raise ValueError(f"x and y must have one element type, or one that holds both, got {x.dtype} and {y.dtype}")
+    return x.astype(common, copy=False), y.astype(common, copy=False)
+
+
+def _divide(x: Array, y: Array) -> Array:
+    """The quotient; of integers it is cut towards zero."""
+    return (x - np.fmod(x, y)) // y if x.dtype.kind in "iu" else np.divide(x, y)
 
 
 #: Operators by name: functions of their inputs and attributes.
@@ -71,7 +88,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "add": _leading(np.add),
     "concat": lambda values, axis: np.concatenate(values, axis),
     "copy": lambda x: x,
-    "div": _leading(np.divide),
+    "div": _leading(_divide),
     "matmul": _matmul,
     "mul": _leading(np.multiply),
     "neg": lambda x: -x,
