@@ -1,5 +1,6 @@
 """The commands of ``kvnumba`` besides the demo."""
 
+import errno
 import json
 import os
 import resource
@@ -81,6 +82,21 @@ def test_parts_end_where_groups_end(tmp_path, monkeypatch):
         np.testing.assert_array_equal(made.dequantize(), expected.dequantize())
         told("dequantize", tmp_path / "x.q", tmp_path / "y.npy", "--force")
         np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), expected.dequantize())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system cannot reserve room in files")
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", values(40, 8))
+    told("quantize", tmp_path / "x.npy", tmp_path / "x.q")
+    before = sorted(tmp_path.iterdir())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "No space left on device" in refused("quantize", tmp_path / "x.npy", tmp_path / "y.q")
+    assert "No space left on device" in refused("dequantize", tmp_path / "x.q", tmp_path / "y.npy")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_k48_fortran_order_and_views_keep_every_value_at_its_index(tmp_path):

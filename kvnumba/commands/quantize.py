@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
@@ -99,6 +100,7 @@ def dequantize(source: Path, target: Path, force: bool, as_json: bool) -> None:
         made = Path(folder) / "array.npy"
         if math.prod(tensor.shape):
             out = np.lib.format.open_memmap(made, mode="w+", dtype=np.float32, shape=tensor.shape)
+            _reserve(made)
             for part in _parts(Groups(tensor.shape, tensor.axis, tensor.block_size), tensor.bits):
                 values = out[part.values]
                 codes = tensor.codes[part.codes]
@@ -165,7 +167,21 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: type) -> Array:
     """An array in a file, so that it need not fit into memory; an ordinary one if it is empty."""
     if not math.prod(shape):
         return np.empty(shape, dtype)
-    return np.memmap(path, dtype, "w+", shape=shape)
+    array = np.memmap(path, dtype, "w+", shape=shape)
+    _reserve(path)
+    return array
+
+
+def _reserve(path: Path) -> None:
+    """Take the room of a mapped file: on a full disk the system would end the process where it writes to the array."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    with path.open("r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems that cannot
+                raise OSError(error.errno, error.strerror, str(path.parent.parent)) from None
 
 
 def _moved(message: str, index: tuple[slice, ...]) -> str:
