@@ -130,6 +130,90 @@ def test_a_cache_that_feeds_two_attentions_is_not_fused():
         graph.fuse_kv_attention(folded)
 
 
+def product(heads="4, 4, 4", batch="1, 1, 1", opset=13, softmax=""):
+    """Two caches, MatMul, Softmax, MatMul; *heads* and *batch* are those of q, k and v."""
+    (b_q, b_k, b_v), (q, k, v) = batch.split(", "), heads.split(", ")
+    return onnx.shape_inference.infer_shapes(
+        onnx.parser.parse_model(f"""
+        <ir_version: 7, opset_import: ["" : {opset}]>
+        toy (float[{b_q}, {q}, S, 8] q, float[{b_k}, {k}, S, 8] k, float[{b_v}, {v}, S, 8] v,
+             float[{b_k}, {k}, P, 8] past_k, float[{b_v}, {v}, P, 8] past_v)
+            => (float[A, B, S, 8] out, float[{b_k}, {k}, T, 8] present_k, float[{b_v}, {v}, T, 8] present_v) {{
+            present_k = Concat <axis = 2> (past_k, k)
+            present_v = Concat <axis = 2> (past_v, v)
+            turned = Transpose <perm = [0, 1, 3, 2]> (present_k)
+            scores = MatMul (q, turned)
+            weights = Softmax {softmax} (scores)
+            out = MatMul (weights, present_v)
+        }}
+    """)
+    )
+
+
+@pytest.mark.parametrize(
+    ("opset", "softmax", "fused"),
+    [
+        (11, "", False), (11, "<axis = 2>", False), (11, "<axis = 3>", True), (12, "<axis = -1>", True),
+        (13, "", True), (13, "<axis = 1>", False),
+    ],
+)  # fmt: skip
+def test_a_softmax_over_more_than_the_last_axis_is_left_alone(opset, softmax, fused):
+    """Before opset 13 the axis was 1 if it was not named, and those after it belonged to it."""
+    folded = graph.fold_kv_cache(product(opset=opset, softmax=softmax))
+    if fused:
+        assert operators(graph.fuse_kv_attention(folded)) == ["kvnumba.CachedAttention"]
+    else:
+        with pytest.raises(graph.NoCacheError):
+            graph.fuse_kv_attention(folded)
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch"), [("4, 4, 1", "1, 1, 1"), ("1, 4, 4", "1, 1, 1"), ("4, 4, 4", "1, 2, 2"), ("4, 4, 4", "2, 2, 1")]
+)
+def test_products_that_repeat_keys_values_or_queries_are_left_alone(heads, batch):
+    with pytest.raises(graph.NoCacheError, match="it has 2 folded caches and 1 attentions"):
+        graph.fuse_kv_attention(graph.fold_kv_cache(product(heads, batch)))
+
+
+def test_one_head_of_keys_and_values_for_all_queries_is_fused():
+    assert operators(graph.fuse_kv_attention(graph.fold_kv_cache(product("4, 1, 1")))) == ["kvnumba.CachedAttention"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "branch"),
+    [
+        ("out = Attention (q, present_k, present_v)", "x = Neg (present_k)"),
+        (
+            """turned = Transpose <perm = [0, 1, 3, 2]> (present_k)
+            scores = MatMul (q, turned)
+            weights = Softmax (scores)
+            out = Neg (present_v)""",
+            "x = MatMul (weights, present_v)",
+        ),
+    ],
+    ids=["cache", "weights"],
+)
+def test_what_a_branch_reads_is_left_alone(attention, branch):
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["" : 24]>
+        toy (float[1, 2, S, 8] q, float[1, 2, S, 8] k, float[1, 2, S, 8] v, bool yes,
+             float[1, 2, P, 8] past_k, float[1, 2, P, 8] past_v)
+            => (float[1, 2, R, 8] out, float[1, 2, R2, 8] seen,
+                float[1, 2, T, 8] present_k, float[1, 2, T, 8] present_v) {{
+            present_k = Concat <axis = 2> (past_k, k)
+            present_v = Concat <axis = 2> (past_v, v)
+            {attention}
+            seen = If (yes) <
+                then_branch = a () => (float[1, 2, A, 8] x) {{ {branch} }},
+                else_branch = b () => (float[1, 2, A, 8] z) {{ z = Neg (k) }}
+            >
+        }}
+    """)
+    folded = graph.fold_kv_cache(onnx.shape_inference.infer_shapes(model))
+    with pytest.raises(graph.NoCacheError, match="it has 2 folded caches"):
+        graph.fuse_kv_attention(folded)
+
+
 def test_causal_order_that_counts_from_the_first_key_is_left_alone():
     """An ONNX Attention without a past of its own starts to count at key 0; fusing would change what it means."""
     model = parse("""
@@ -160,6 +244,25 @@ def own_past(flat=False, attributes="is_causal = 1", dtype="float"):
             out, present_k, present_v = Attention <{attributes}{heads}> (q, k, v, , past_k, past_v)
         }}
     """)
+
+
+@pytest.mark.parametrize(("dtype", "length"), [("double", "P"), ("float", "7"), ("float", '"3"')])
+def test_a_past_that_a_cache_cannot_stand_for_is_left_alone(dtype, length):
+    model = own_past(dtype=dtype)
+    for value in model.graph.input[3:]:
+        dim = value.type.tensor_type.shape.dim[2]
+        if length.isdecimal():
+            dim.dim_value = int(length)
+        else:
+            dim.dim_param = length.strip('"')
+    with pytest.raises(graph.NoCacheError):
+        graph.fuse_kv_attention(model)
+
+
+def test_a_present_that_is_listed_twice_leaves_the_signature():
+    model = own_past()
+    model.graph.output.append(model.graph.output[1])
+    assert [value.name for value in graph.fuse_kv_attention(model).graph.output] == ["out"]
 
 
 def flattened(calls):

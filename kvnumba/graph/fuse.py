@@ -19,9 +19,12 @@ from kvnumba.graph.nodes import (
     dims,
     drop_dead,
     is_op,
+    is_stored,
     make,
+    number,
     ours,
     rewritten,
+    texts,
 )
 
 
@@ -59,6 +62,8 @@ def _over_caches(model: ir.Model, found: patterns.Attention) -> bool:
     k, v = patterns.plain_cache(found.k), patterns.plain_cache(found.v)
     if k is None or v is None or k is v or not (_grows_at_its_end(k) and _grows_at_its_end(v)):
         return False
+    if not _same_rows(found.q, attribute(k, "past_shape"), attribute(v, "past_shape")):
+        return False
     inputs = [found.q, k.inputs[0], v.inputs[0], *([] if found.mask is None else [found.mask])]
     attributes = _states(k, v) | {"scale": found.scale, "softcap": found.softcap, "is_causal": 0}
     made = _insert(model, found.last, inputs, attributes, found.out)
@@ -74,6 +79,16 @@ def _over_caches(model: ir.Model, found: patterns.Attention) -> bool:
 def _grows_at_its_end(cache: ir.Node) -> bool:
     shape = attribute(cache, "past_shape")
     return len(shape) == 4 and attribute(cache, "axis") == 2 and attribute(cache, "past_first") == 1
+
+
+def _same_rows(q: ir.Value, k: list[str], v: list[str]) -> bool:
+    """Whether batch and heads fit as in a cache: a product of matrices would repeat those of values, or of queries."""
+    (rows, heads, *_), batch, kv_heads = dims(q) or [None, None], number(k[0]), number(k[1])
+    return (
+        k[:2] == v[:2]
+        and (batch is None or not isinstance(rows, int) or rows == batch)
+        and (kv_heads is None or not isinstance(heads, int) or heads % kv_heads == 0)
+    )
 
 
 def _states(k: ir.Node, v: ir.Node) -> dict[str, Any]:
@@ -110,9 +125,10 @@ def _insert(
 
 
 def _alive(model: ir.Model) -> set[int]:
-    """Identities of the nodes that an output of the graph depends on."""
+    """Identities of the nodes that an output of the graph, or a graph inside it, depends on."""
     alive: set[int] = set()
-    waiting = [value.producer() for value in model.graph.outputs]
+    inside = [value for node in model.graph.all_nodes() if node.graph is not model.graph for value in node.inputs]
+    waiting = [value.producer() for value in [*model.graph.outputs, *inside] if value is not None]
     while waiting:
         node = waiting.pop()
         if node is not None and id(node) not in alive:
@@ -163,7 +179,7 @@ def _with_its_own_past(model: ir.Model, node: ir.Node) -> bool:
     scale = attribute(node, "scale", 0.0)
     attributes = {
         "k_state": k_past.name, "v_state": v_past.name,
-        "k_shape": [str(n) for n in dims(k_past) or []], "v_shape": [str(n) for n in dims(v_past) or []],
+        "k_shape": texts(k_past), "v_shape": texts(v_past),
         "dtype": k_past.dtype.value, "k_format": stored_as(k_past.dtype.value),
         "v_format": stored_as(v_past.dtype.value), "scale": scale if scale else math.nan,
         "softcap": attribute(node, "softcap", 0.0), **options,
@@ -176,7 +192,7 @@ def _with_its_own_past(model: ir.Model, node: ir.Node) -> bool:
     out.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
     made.outputs[0].name, out.name = out.name, f"{out.name}.before"
     for present in presents:
-        if present.is_graph_output():
+        while present.is_graph_output():
             model.graph.outputs.remove(present)
     model.graph.remove(node, safe=True)
     for past in (k_past, v_past):
@@ -188,7 +204,8 @@ def _is_past(value: ir.Value) -> bool:
     shape = dims(value)
     return (
         value.is_graph_input() and not value.is_initializer() and not value.is_graph_output()
-        and len(value.uses()) == 1 and value.dtype is not None and shape is not None and len(shape) == 4
+        and len(value.uses()) == 1 and is_stored(value) and shape is not None and len(shape) == 4
+        and not isinstance(shape[2], int)
     )  # fmt: skip
 
 

@@ -23,6 +23,9 @@ import onnx_ir as ir
 DOMAIN, VERSION = "kvnumba", 1
 CACHE, ATTENTION, PAST_SHAPE = "Cache", "CachedAttention", "PastShape"
 
+#: Element types that every cache keeps exactly.
+_STORED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
 Model = TypeVar("Model")
 
 
@@ -40,15 +43,12 @@ def rewritten(model: Model, change: Callable[[ir.Model], None]) -> Model:
     change : callable
         Changes an ``onnx_ir.Model`` in place.
     """
-    if isinstance(model, ir.Model):
-        copy: Any = model.clone()
+    copy: Any = model.clone() if isinstance(model, ir.Model) else ir.from_proto(as_proto(model))
+    try:
         change(copy)
-        return copy
-    proto = as_proto(model)
-    copy = ir.from_proto(proto)
-    change(copy)
-    made: Any = ir.to_proto(copy)
-    return made
+    except OSError as error:
+        raise _without_data(error) from None
+    return copy if isinstance(model, ir.Model) else ir.to_proto(copy)
 
 
 def as_proto(model: Any) -> onnx.ModelProto:
@@ -56,11 +56,26 @@ def as_proto(model: Any) -> onnx.ModelProto:
     if isinstance(model, onnx.ModelProto):
         return model
     if isinstance(model, ir.Model):
-        made: onnx.ModelProto = ir.to_proto(model)
+        made: onnx.ModelProto = ir.to_proto(with_its_data(model.clone()))
         return made
     if isinstance(model, (str, os.PathLike)):
         return onnx.load(model)
     raise TypeError(f"model must be an onnx.ModelProto, an onnx_ir.Model or a path, got {type(model).__name__}")
+
+
+def with_its_data(model: ir.Model) -> ir.Model:
+    """Take the data that *model* has in other files into memory, and return it; ValueError if they are not there."""
+    try:
+        return ir.external_data.load_to_model(model)
+    except OSError as error:
+        raise _without_data(error) from None
+
+
+def _without_data(error: OSError) -> ValueError:
+    return ValueError(
+        f"model must come with its external data, got the name of a file that cannot be read ({error}); pass the path "
+        "of the model, or load its data first"
+    )
 
 
 def as_ir(model: Any) -> ir.Model:
@@ -97,6 +112,32 @@ def dims(value: ir.Value | None) -> list[int | str | None] | None:
     if value is None or value.shape is None:
         return None
     return [d if isinstance(d, int) else d.value for d in value.shape]
+
+
+def number(text: str) -> int | None:
+    """The number that a dimension in the form of `texts` is, None for a symbol."""
+    return int(text) if text.isdecimal() else None
+
+
+def texts(value: ir.Value | None) -> list[str]:
+    """Shape of *value* as attributes keep it: numbers, names of symbols, and "?" for what is not known."""
+    return ["?" if n is None else str(n) for n in dims(value) or []]
+
+
+def is_stored(value: ir.Value) -> bool:
+    """Whether a cache keeps what *value* holds exactly, and attributes keep its shape: no symbol like a number."""
+    known = [n for n in dims(value) or [] if isinstance(n, str)]
+    return value.dtype in _STORED and not any(number(symbol) is not None or symbol == "?" for symbol in known)
+
+
+def free_name(model: ir.Model, name: str) -> str:
+    """*name*, longer if a value of *model* has it."""
+    nodes = list(model.graph.all_nodes())
+    values = [value for node in nodes for value in (*node.inputs, *node.outputs)] + list(model.graph.inputs)
+    taken = {value.name for value in values if value is not None} | set(model.graph.initializers)
+    while name in taken:
+        name += "_"
+    return name
 
 
 def described(node: ir.Node) -> str:

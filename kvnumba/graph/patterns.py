@@ -101,7 +101,7 @@ def _softmax(node: ir.Node) -> Attention | None:
     """MatMul, scale, softcap, mask, Softmax, MatMul."""
     scores = node.inputs[0]
     rank = len(dims(scores) or dims(node.outputs[0]) or [])
-    if scores is None or attribute(node, "axis", -1) not in (-1, rank - 1):
+    if scores is None or attribute(node, "axis", _default_axis(node)) not in (-1, rank - 1):
         return None
     last = _product_with_values(node.outputs[0])
     if last is None or last.inputs[1] is None:
@@ -123,6 +123,12 @@ def _softmax(node: ir.Node) -> Attention | None:
     return Attention(q, k, last.inputs[1], mask, scale, softcap, last.outputs[0], last)
 
 
+def _default_axis(softmax: ir.Node) -> int:
+    """The axis of a Softmax that names none: before opset 13 it was 1, and those after it belonged to it."""
+    versions = {} if softmax.graph is None else softmax.graph.opset_imports
+    return -1 if versions.get("", versions.get("ai.onnx", 0)) >= 13 else 1
+
+
 def _product_with_values(weights: ir.Value) -> ir.Node | None:
     """The MatMul that *weights* go into, past a guard that turns rows of NaN, those without a key, to zeros."""
     users = [user for user, _ in weights.uses()]
@@ -136,6 +142,9 @@ def _product_with_values(weights: ir.Value) -> ir.Node | None:
         weights = wheres[0].outputs[0]
         users = [user for user, _ in weights.uses()]
     if len(users) != 1 or not is_op(users[0], "MatMul") or users[0].inputs[0] is not weights:
+        return None
+    producer = weights.producer()
+    if producer is None or users[0].graph is not producer.graph:  # in a branch, which may not run
         return None
     return users[0]
 
