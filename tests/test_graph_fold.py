@@ -34,7 +34,7 @@ def test_any_axis_and_both_orders_of_the_operands(axis, past_first, rng):
     assert names(folded) == (["new"], ["twice"])
     shape = [2, 3, 4, 5]
     chunks = []
-    for new in (3, 1, 0, 2):
+    for new in (0, 3, 1, 0, 2):
         shape[axis] = new
         chunks.append(rng.standard_normal(shape).astype(np.float32))
     shape[axis] = 0
@@ -110,6 +110,134 @@ def test_anything_but_the_exact_pattern_is_left_alone(body):
     with pytest.raises(graph.NoCacheError, match=r"model must have a past input .* among the inputs \['past', 'new'\]"):
         graph.fold_kv_cache(model)
     assert model.SerializeToString() == before
+
+
+BRANCHES = """
+    <ir_version: 10, opset_import: ["" : 24]>
+    toy (float[1, 2, P, 4] past, float[1, 2, S, 4] new, bool yes)
+        => (float[1, 2, T, 4] present, float[1, 2, T, 4] twice, int64[4] shape) {{ {body} }}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        """present = If (yes) <
+            then_branch = a () => (float[1, 2, A, 4] x) { x = Concat <axis = 2> (past, new) y = Neg (x) },
+            else_branch = b () => (float[1, 2, A, 4] z) { z = Identity (new) }
+        >
+        twice = Neg (new)
+        shape = Shape (new)""",
+        """present = Concat <axis = 2> (past, new)
+        twice = Add (present, present)
+        shape = If (yes) <
+            then_branch = a () => (int64[4] x) { x = Shape (past) },
+            else_branch = b () => (int64[4] z) { z = Shape (new) }
+        >""",
+    ],
+    ids=["concatenation", "shape"],
+)
+def test_a_past_that_a_branch_reads_is_left_alone(body):
+    model = onnx.parser.parse_model(BRANCHES.format(body=body))
+    with pytest.raises(graph.NoCacheError, match="it is unchanged"):
+        graph.fold_kv_cache(model)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "double"])
+def test_a_past_that_no_cache_keeps_exactly_is_left_alone(dtype):
+    with pytest.raises(graph.NoCacheError, match="it is unchanged"):
+        graph.fold_kv_cache(cached(dtype=dtype))
+
+
+def test_a_present_that_is_listed_twice_is_left_alone():
+    model = cached()
+    model.graph.output.append(model.graph.output[0])
+    with pytest.raises(graph.NoCacheError, match="it is unchanged"):
+        graph.fold_kv_cache(model)
+
+
+def renamed_symbol(symbol):
+    model = cached()
+    model.graph.input[0].type.tensor_type.shape.dim[2].dim_param = symbol
+    return model
+
+
+@pytest.mark.parametrize("symbol", ["3", "?", "٣"])
+def test_a_symbol_like_a_number_is_left_alone(symbol):
+    with pytest.raises(graph.NoCacheError, match="it is unchanged"):
+        graph.fold_kv_cache(renamed_symbol(symbol))
+
+
+@pytest.mark.parametrize("symbol", ["²", "past length", "a+b"])
+def test_any_other_symbol_comes_back(symbol):
+    folded = graph.fold_kv_cache(renamed_symbol(symbol))
+    assert graph.output_facts(folded) == {"past.cache": ("float", ["2", "3", f"{symbol}+S", "5"])}
+    back = graph.unfold_kv_cache(folded)
+    assert back.graph.input[0].type.tensor_type.shape.dim[2].dim_param == symbol
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "reference"])
+def test_names_that_folding_makes_may_be_taken(backend, rng):
+    if backend == "onnxruntime":
+        pytest.importorskip("onnxruntime_extensions", reason="onnxruntime-extensions is not installed")
+    text = """
+        toy (float16[1, 2, P, 4] past, float16[1, 2, S, 4] X) => (
+            float16[1, 2, T, 4] present, float16[1, 2, T, 4] A, float16[1, 2, T, 4] B, int64[4] C, int64[4] D) {
+            present = Concat <axis = 2> (past, X)
+            A = Add (present, present)
+            B = Neg (present)
+            C = Shape (past)
+            E = Add (C, C)
+            D = Neg (E)
+        }
+    """
+    model = parse(text)
+    taken = {"A": "present.all", "B": "present.all.python", "E": "C.fed", "D": "X.real"}
+    for node in model.graph.node:
+        node.output[0] = taken.get(node.output[0], node.output[0])
+        node.input[:] = [taken.get(name, name) for name in node.input]
+    for value in model.graph.output:
+        value.name = taken.get(value.name, value.name)
+    onnx.checker.check_model(model)
+    folded = graph.fold_kv_cache(model)
+    assert len({node.output[0] for node in folded.graph.node}) == len(folded.graph.node)
+    x = rng.standard_normal((1, 2, 3, 4)).astype(np.float16)
+    (expected,) = by_hand(model, [{"X": x}], {"past": x[:, :, :0]})
+    for name, got in graph.Session(folded, backend=backend).run({"X": x}).items():
+        np.testing.assert_array_equal(got, expected[name])
+
+
+@pytest.mark.parametrize("symbol", ["N", "unknown"])
+def test_a_symbol_of_the_past_is_bound_by_the_inputs_of_the_first_call(symbol, rng):
+    """What no input tells counts as 1 until the first tokens are stored."""
+    model = parse(f"""
+        toy (float[{symbol}, 2, P, 4] past, float[N, 2, S, 4] new)
+            => (float[N, 2, T, 4] present, float[N, 2, T, 4] twice, int64[4] shape) {{
+            present = Concat <axis = 2> (past, new)
+            twice = Add (present, present)
+            shape = Shape (past)
+        }}
+    """)
+    session = graph.Session(graph.fold_kv_cache(model), backend="reference")
+    x = rng.standard_normal((3, 2, 5, 4)).astype(np.float32)
+    assert session.run({"new": x})["shape"].tolist() == [3 if symbol == "N" else 1, 2, 0, 4]
+    assert session.run({"new": x})["shape"].tolist() == [3, 2, 5, 4]
+
+
+def test_a_shape_without_ends_comes_back_without_them():
+    """Before opset 15 a Shape had no attributes."""
+    model = parse(
+        """
+        toy (float[1, 2, P, 4] past, float[1, 2, S, 4] new)
+            => (float[1, 2, T, 4] present, float[1, 2, T, 4] twice, int64[4] shape) {
+            present = Concat <axis = 2> (past, new)
+            twice = Add (present, present)
+            shape = Shape (past)
+        }
+        """,
+        opset=13,
+    )
+    onnx.checker.check_model(graph.unfold_kv_cache(graph.fold_kv_cache(model)), full_check=True)
 
 
 def test_a_past_of_fixed_length_is_no_cache():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import onnx_ir as ir
 
-from kvnumba.graph.nodes import ATTENTION, CACHE, as_ir, attribute, described, dims, ours
+from kvnumba.graph.nodes import ATTENTION, CACHE, as_ir, attribute, described, dims, number, ours
 from kvnumba.spec import CacheSpec
-
-#: Bytes of an element, by the name of its type.
-_BYTES = {"FLOAT": 4, "FLOAT16": 2, "BFLOAT16": 2, "DOUBLE": 8}
 
 
 def output_facts(model: Any) -> dict[str, tuple[str, list[str]]]:
@@ -61,7 +59,7 @@ def _cache(node: ir.Node) -> dict[str, Any]:
     out[axis] = f"{shape[axis]}+{new[axis] if new and new[axis] is not None else 'S'}"
     values = _product(shape[:axis] + shape[axis + 1 :])
     if form == "float":
-        size = _times(values, _BYTES.get(dtype.name, dtype.itemsize))
+        size = _times(values, int(dtype.itemsize))
     else:
         dim = _number(node, shape[-1])
         per_channel = attribute(node, "layout") == "per_channel"
@@ -89,20 +87,17 @@ def _attention(node: ir.Node) -> dict[str, Any]:
 
 
 def _number(node: ir.Node, text: str) -> int:
-    if not text.isdigit():
+    known = number(text)
+    if known is None:
         raise ValueError(f"{described(node)} must have a known number of heads and channels, got {text!r}")
-    return int(text)
+    return known
 
 
 def _product(parts: list[str]) -> float | str:
     """Product of numbers and symbols: a number if there are no symbols."""
-    number, symbols = 1, []
-    for part in parts:
-        if part.isdigit():
-            number *= int(part)
-        else:
-            symbols.append(part)
-    return "*".join([str(number), *symbols] if number != 1 else symbols) if symbols else number
+    symbols = [part for part in parts if number(part) is None]
+    known = math.prod(number(part) or 0 for part in parts if part not in symbols)
+    return "*".join([str(known), *symbols] if known != 1 else symbols) if symbols else known
 
 
 def _times(product: float | str, factor: float) -> float | str:

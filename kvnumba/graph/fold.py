@@ -17,10 +17,14 @@ from kvnumba.graph.nodes import (
     attribute,
     described,
     dims,
+    free_name,
     is_op,
+    is_stored,
     make,
+    number,
     ours,
     rewritten,
+    texts,
 )
 
 
@@ -42,8 +46,9 @@ def fold_kv_cache(model: Model) -> Model:
     any axis and in either order of the operands; the shape of the past, where the graph asks for it, a
     ``kvnumba.PastShape`` node. The symbols of the past length stay in the shapes; `Session` binds them.
 
-    Only the exact pattern is folded: the past has no other reader, the shapes differ along the axis only, where the
-    past has a symbol, and something besides the output reads the result. Anything else is left alone.
+    Only the exact pattern is folded: the past is float32, float16 or bfloat16 and has no other reader, the shapes
+    differ along the axis only, where the past has a symbol, and something besides the output reads the result. Anything
+    else is left alone.
 
     Parameters
     ----------
@@ -80,27 +85,29 @@ def find(model: ir.Model) -> list[Pattern]:
 
     Where both operands of a concatenation could be the past, the first one is: caches grow at their end.
     """
-    found = [one for past in model.graph.inputs if (one := _pattern(past)) is not None]
+    found = [one for past in model.graph.inputs if (one := _pattern(past, model.graph)) is not None]
     first = {id(one.concat) for one in found if one.past_first}
     return [one for one in found if one.past_first or id(one.concat) not in first]
 
 
-def _pattern(past: ir.Value) -> Pattern | None:
-    users = [node for node, _ in past.uses()]
+def _pattern(past: ir.Value, graph: ir.Graph) -> Pattern | None:
+    users = [node for node, _ in past.uses() if node.graph is graph]
     concats = [node for node in users if is_op(node, "Concat")]
     shapes = [node for node in users if is_op(node, "Shape")]
-    if past.is_initializer() or past.is_graph_output() or len(concats) != 1 or len(users) != 1 + len(shapes):
+    if past.is_initializer() or past.is_graph_output() or not is_stored(past):
+        return None
+    if len(concats) != 1 or len(past.uses()) != 1 + len(shapes):
         return None
     (concat,) = concats
     out = concat.outputs[0]
-    if len(concat.inputs) != 2 or not out.is_graph_output() or not out.uses():
+    if len(concat.inputs) != 2 or sum(one is out for one in graph.outputs) != 1 or not out.uses():
         return None
     past_first = concat.inputs[0] is past
     new = concat.inputs[1 if past_first else 0]
     known = dims(past)
     if new is None or known is None:
         return None
-    axis = attribute(concat, "axis")
+    axis = attribute(concat, "axis", 1)
     axis = axis + len(known) if axis < 0 else axis
     other = dims(new)
     if not isinstance(known[axis], str) or any(isinstance(n, str) and n == known[axis] for n in _others(known, axis)):
@@ -130,13 +137,11 @@ def _fold(model: ir.Model) -> None:
     model.opset_imports[DOMAIN] = VERSION
     for found in patterns:
         past, out = found.past, found.concat.outputs[0]
-        if past.dtype is None:
-            raise ValueError(f"input {past.name!r} must have a dtype, got none")
         described_past = {
             "state": past.name,
             "axis": found.axis,
             "past_first": int(found.past_first),
-            "past_shape": [_text(n) for n in dims(past) or []],
+            "past_shape": texts(past),
             "dtype": past.dtype.value,
             "present": out.name,
             "input_index": inputs.index(past),
@@ -145,15 +150,14 @@ def _fold(model: ir.Model) -> None:
         }
         cache = make(CACHE, [found.new], f"{past.name}.cache", described_past)
         made = cache.outputs[0]
-        made.name, made.shape, made.type = f"{out.name}.all", out.shape, out.type
+        made.name, made.shape, made.type = free_name(model, f"{out.name}.all"), out.shape, out.type
         if made.type is None:
             made.type = past.type
         model.graph.insert_before(found.concat, cache)
         _take_place(model, found.concat, made)
         for node in found.shapes:
-            ends = {"state": past.name, "start": attribute(node, "start", 0), "rank": len(dims(past) or [])}
-            if "end" in node.attributes:
-                ends["end"] = attribute(node, "end")
+            ends = {"state": past.name, "rank": len(dims(past) or [])}
+            ends |= {name: attribute(node, name) for name in ("start", "end") if name in node.attributes}
             shape = make(PAST_SHAPE, [], f"{node.name}.past", ends)
             shape.outputs[0].shape, shape.outputs[0].type = node.outputs[0].shape, ir.TensorType(ir.DataType.INT64)
             model.graph.insert_before(node, shape)
@@ -218,9 +222,6 @@ def _unfold(model: ir.Model) -> None:
     del model.opset_imports[DOMAIN]
 
 
-def _text(dim: int | str | None) -> str:
-    return "?" if dim is None else str(dim)
-
-
 def _dim(text: str) -> int | str | None:
-    return None if text == "?" else int(text) if text.isdigit() else text
+    known = number(text)
+    return None if text == "?" else text if known is None else known

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from kvnumba.graph.nodes import ATTENTION, CACHE, DOMAIN, PAST_SHAPE, attribute, described, ours
+from kvnumba.graph.nodes import ATTENTION, CACHE, DOMAIN, PAST_SHAPE, attribute, described, free_name, ours
 
 Array = npt.NDArray[Any]
 
@@ -41,7 +41,8 @@ def past_shapes(model: ir.Model) -> dict[str, tuple[str, int, int]]:
         rank = attribute(node, "rank")
         start, end, _ = slice(attribute(node, "start", 0), attribute(node, "end", rank)).indices(rank)
         value = node.outputs[0]
-        fed = ir.Value(name=f"{value.name}.fed", shape=ir.Shape([end - start]), type=ir.TensorType(ir.DataType.INT64))
+        kind = ir.TensorType(ir.DataType.INT64)
+        fed = ir.Value(name=free_name(model, f"{value.name}.fed"), shape=ir.Shape([end - start]), type=kind)
         if value.is_graph_output():  # an input cannot be an output as it is
             same = ir.Node("", "Identity", [fed], name=f"{node.name}.same")
             same.outputs[0].shape, same.outputs[0].type = fed.shape, fed.type
@@ -160,7 +161,8 @@ def _as_python_operators(model: ir.Model, handle: str) -> None:
         attributes = ir.convenience.convert_attributes({"handle": handle, "state": state})
         made = ir.Node(_CONTRIB, name, inputs, attributes, name=node.name)
         old, new = node.outputs[0], made.outputs[0]
-        new.name, new.shape, new.type = f"{old.name}.python", old.shape, ir.TensorType(ir.DataType.FLOAT)
+        new.name, new.shape = free_name(model, f"{old.name}.python"), old.shape
+        new.type = ir.TensorType(ir.DataType.FLOAT)
         model.graph.insert_before(node, made)
         back = new
         if kept != ir.DataType.FLOAT.value:
@@ -180,7 +182,7 @@ def _cast(model: ir.Model, before: ir.Node, value: ir.Value | None, to: ir.DataT
     if value is None or kind == to.value:
         return value
     node = ir.Node("", "Cast", [value], ir.convenience.convert_attributes({"to": to.value}), name=f"{value.name}.real")
-    node.outputs[0].name, node.outputs[0].shape = f"{value.name}.{before.name}.real", value.shape
+    node.outputs[0].name, node.outputs[0].shape = free_name(model, f"{value.name}.real"), value.shape
     node.outputs[0].type = ir.TensorType(to)
     model.graph.insert_before(before, node)
     return node.outputs[0]
