@@ -1,5 +1,8 @@
 """Sessions: both engines, the state of all layers, files, errors."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -7,9 +10,11 @@ onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnx_ir", reason="onnx-ir is not installed")
 pytest.importorskip("onnxruntime_extensions", reason="onnxruntime-extensions is not installed")
 
-from graphs import attention, by_hand, cached, empty_pasts, steps  # noqa: E402
+import onnx_ir as ir  # noqa: E402
+from graphs import attention, by_hand, cached, empty_pasts, parse, steps  # noqa: E402
 
 from kvnumba import graph  # noqa: E402
+from kvnumba.graph.states import ArrayState  # noqa: E402
 
 pytestmark = pytest.mark.onnx
 
@@ -56,12 +61,9 @@ def test_masks_of_every_kind_reach_the_operators_of_onnx_runtime(mask):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float16", "double"])
-def test_other_types_keep_their_dtype(backend, dtype):
-    if (backend, dtype) == ("onnxruntime", "double"):
-        pytest.skip("operators in Python compute in float32")
-    session = graph.Session(graph.fold_kv_cache(cached(dtype=dtype)), backend=backend)
-    x = np.random.default_rng(0).standard_normal((2, 3, 2, 5)).astype({"double": float}.get(dtype, dtype))
+def test_float16_keeps_its_dtype(backend):
+    session = graph.Session(graph.fold_kv_cache(cached(dtype="float16")), backend=backend)
+    x = np.random.default_rng(0).standard_normal((2, 3, 2, 5)).astype(np.float16)
     session.run({"new": x})
     got = session.run({"new": x[:, :, :1]})["twice"]
     assert got.dtype == x.dtype
@@ -140,6 +142,116 @@ def test_damaged_and_foreign_files_change_nothing(tmp_path):
     assert session.length == 40
 
 
+def layer(heads=2, dtype="float", fuse=False, form=None, backend="reference"):
+    """A session of one attention, not run yet."""
+    model = graph.fold_kv_cache(
+        parse(f"""
+        toy ({dtype}[1, 4, S, 8] q, {dtype}[1, {heads}, S, 8] k, {dtype}[1, {heads}, S, 8] v,
+             {dtype}[1, {heads}, P, 8] past_k, {dtype}[1, {heads}, P, 8] past_v)
+            => ({dtype}[1, 4, S, 8] out, {dtype}[1, {heads}, T, 8] present_k, {dtype}[1, {heads}, T, 8] present_v) {{
+            present_k = Concat <axis = 2> (past_k, k)
+            present_v = Concat <axis = 2> (past_v, v)
+            out = Attention (q, present_k, present_v)
+        }}
+    """)
+    )
+    model = graph.fuse_kv_attention(model) if fuse else model
+    return graph.Session(graph.quantize_kv_storage(model, form, form) if form else model, backend=backend)
+
+
+def tokens(heads=2, dtype="float", count=3):
+    rng, kind = np.random.default_rng(0), {"float": "float32"}.get(dtype, dtype)
+    return {x: rng.standard_normal((1, n, count, 8)).astype(kind) for x, n in (("q", 4), ("k", heads), ("v", heads))}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(
+    "other", [{"heads": 4}, {"dtype": "float16"}, {"form": "int4"}], ids=["heads", "dtype", "form"]
+)
+def test_the_state_of_another_model_is_refused_and_changes_nothing(other, fuse, tmp_path):
+    session, stranger = layer(fuse=fuse), layer(fuse=fuse, **other)
+    session.run(tokens())
+    stranger.run(tokens(**{name: value for name, value in other.items() if name != "form"}, count=5))
+    stranger.save(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"path must .*'past_k'|path must be"):
+        session.load(tmp_path / "state")
+    with pytest.raises(ValueError, match="snapshot must come from a session of the same model, got another one"):
+        session.unfreeze(stranger.freeze())
+    assert session.length == 3
+    session.run(tokens(count=1))
+
+
+@pytest.mark.parametrize("form", ["float32", "int8"])
+def test_no_tokens_in_the_first_call_give_an_empty_result(form):
+    session = layer(fuse=True, form=form)
+    assert [session.run(tokens(count=n))["out"].shape for n in (0, 2, 0)] == [(1, 4, n, 8) for n in (0, 2, 0)]
+
+
+@pytest.mark.parametrize(("form", "layout"), [("float", ""), ("int8", "per_channel"), ("int4", "per_token")])
+def test_a_state_without_tokens_gives_the_shape_of_what_came(form, layout):
+    state = ArrayState("past", 2, ["1", "2", "P", "8"], form, layout)
+    for count, total in ((0, 0), (2, 2), (0, 2)):
+        assert state.append(np.ones((1, 2, count, 8), np.float32)).shape == (1, 2, total, 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_input_with_a_value_of_its_own_may_be_left_out(backend):
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 24]>
+        toy (float[1, 2, P, 4] past, float[1, 2, S, 4] new, float[1] factor)
+            => (float[1, 2, T, 4] present, float[1, 2, T, 4] seen) <float[1] factor = {2.0}> {
+            present = Concat <axis = 2> (past, new)
+            seen = Mul (present, factor)
+        }
+    """)
+    session = graph.Session(graph.fold_kv_cache(model), backend=backend)
+    x = np.ones((1, 2, 3, 4), np.float32)
+    assert (session.run({"new": x})["seen"] == 2).all()
+    assert (session.run({"new": x, "factor": np.array([5], np.float32)})["seen"] == 5).all()
+    with pytest.raises(ValueError, match=r"feeds must have the inputs \['factor', 'new'\], got \['factor'\]"):
+        session.run({"factor": np.array([5], np.float32)})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_in_other_files_is_found_or_missed_by_name(backend, tmp_path):
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 24]>
+        toy (float[1, 2, P, 4] past, float[1, 2, S, 4] new) => (float[1, 2, T, 4] present, float[1, 2, T, 4] seen) {
+            present = Concat <axis = 2> (past, new)
+            seen = Mul (present, factor)
+        }
+    """)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(4, 3, np.float32), "factor"))
+    path = tmp_path / "model.onnx"
+    onnx.save_model(model, path, save_as_external_data=True, location="data.bin", size_threshold=0)
+    for one in (path, ir.load(path)):
+        session = graph.Session(graph.fold_kv_cache(one), backend=backend)
+        assert (session.run({"new": np.ones((1, 2, 3, 4), np.float32)})["seen"] == 3).all()
+    with pytest.raises(ValueError, match=r"model must come with its external data, .*data.bin.*; pass the path"):
+        graph.Session(graph.fold_kv_cache(onnx.load(path, load_external_data=False)), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("x", [0.5, "text", None, [[1.0]], np.zeros((2, 3, 1, 5)), np.zeros((2, 3, 1, 5), np.float16)])
+def test_an_input_of_another_type_is_refused_by_name(x, backend):
+    session = graph.Session(graph.fold_kv_cache(cached()), backend=backend)
+    with pytest.raises(TypeError, match=r"input 'new' must be float32, as the model says, got "):
+        session.run({"new": x})
+    assert session.length == 0
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_session_is_not_copied_but_its_snapshots_are(duplicate):
+    session = layer()
+    session.run(tokens())
+    with pytest.raises(TypeError, match="a Session cannot be copied"):
+        duplicate(session)
+    snapshot = session.freeze()
+    session.reset()
+    session.unfreeze(copy.copy(snapshot))
+    assert session.length == 3
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", ["fused codes", "codes"])
 def test_an_error_names_the_node_and_leaves_every_state_as_it_was(form, backend):
@@ -164,6 +276,10 @@ def test_wrong_calls_are_refused_by_name():
     session = graph.Session(folded(), backend="reference")
     with pytest.raises(ValueError, match=r"feeds must have the inputs \['k', 'mask', 'q', 'v'\], got \['q'\]"):
         session.run({"q": 1})
+    with pytest.raises(TypeError, match="feeds must be a mapping of names of inputs to arrays, got NoneType"):
+        session.run(None)
+    with pytest.raises(TypeError, match="snapshot must come from freeze of a session, got str"):
+        session.unfreeze("x")
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         graph.nothing  # noqa: B018
 

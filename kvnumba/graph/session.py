@@ -16,7 +16,17 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from kvnumba import checks
-from kvnumba.graph.nodes import ATTENTION, CACHE, NoCacheError, as_proto, attribute, described, ours
+from kvnumba.graph.nodes import (
+    ATTENTION,
+    CACHE,
+    NoCacheError,
+    as_proto,
+    attribute,
+    described,
+    dims,
+    ours,
+    with_its_data,
+)
 from kvnumba.graph.runtime import Engine, OnnxRuntime, Reference, past_shapes
 from kvnumba.graph.states import ArrayState, AttentionState, States, attention_options, split_heads
 from kvnumba.snapshot import Snapshot
@@ -48,7 +58,7 @@ class Session:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         checks.count("threads", threads)
-        graph: ir.Model = ir.from_proto(as_proto(model))
+        graph = with_its_data(ir.from_proto(as_proto(model)))
         nodes = ours(graph, CACHE, ATTENTION)
         if not nodes:
             raise NoCacheError("model must have folded caches, got none; fold_kv_cache makes them")
@@ -69,7 +79,8 @@ class Session:
         Parameters
         ----------
         feeds : mapping of str to array
-            The inputs that are left in the signature, all of them.
+            The inputs that are left in the signature, of the types of the model; those with a value of their own may
+            be left out.
 
         Returns
         -------
@@ -78,17 +89,19 @@ class Session:
 
         Raises
         ------
-        ValueError
-            An input is missing or not known, or a node got tokens that do not fit. The states are as before the call.
+        TypeError, ValueError
+            An input is missing, not known or of another type, or a node got tokens that do not fit. The states are as
+            before the call.
         """
-        wrong = set(feeds) ^ set(self._inputs)
-        if wrong:
-            raise ValueError(f"feeds must have the inputs {sorted(self._inputs)}, got {sorted(feeds)}")
+        arrays = self._arrays(feeds)
+        symbols = {
+            symbol: n for name, x in arrays.items() for symbol, n in zip(dims(self._inputs[name]) or [], x.shape)
+            if isinstance(symbol, str)
+        }  # fmt: skip
         with self._lock:
             before = self._states._clone()
-            arrays = {name: np.asarray(x) for name, x in feeds.items()}
             for name, (state, start, end) in self._past_shapes.items():
-                arrays[name] = np.array(self._state_of(state).past_shape(state)[start:end], np.int64)
+                arrays[name] = np.array(self._state_of(state).past_shape(state, symbols)[start:end], np.int64)
             self._error = None
             try:
                 results = self._engine.run(arrays)
@@ -101,6 +114,20 @@ class Session:
                 self._states = before
                 raise self._error
             return results
+
+    def _arrays(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
+        """*feeds* as arrays, after a check of their names and types."""
+        if not isinstance(feeds, Mapping):
+            raise TypeError(f"feeds must be a mapping of names of inputs to arrays, got {type(feeds).__name__}")
+        needed = {name for name, value in self._inputs.items() if not value.is_initializer()}
+        if needed - set(feeds) or set(feeds) - set(self._inputs):
+            raise ValueError(f"feeds must have the inputs {sorted(self._inputs)}, got {sorted(map(str, feeds))}")
+        arrays = {name: np.asarray(x) for name, x in feeds.items()}
+        for name, array in arrays.items():
+            known = self._inputs[name].dtype
+            if known not in (None, ir.DataType.STRING) and array.dtype != known.numpy():
+                raise TypeError(f"input {name!r} must be {known.numpy()}, as the model says, got {array.dtype}")
+        return arrays
 
     def grow(self, state: str, x: Array) -> Array:
         """What a ``Cache`` node does; the engines call it."""
@@ -173,8 +200,10 @@ class Session:
 
     def unfreeze(self, snapshot: Snapshot[States]) -> None:
         """Go on from a snapshot of a session of the same model."""
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot must come from freeze of a session, got {type(snapshot).__name__}")
         states = snapshot.unfreeze()
-        if not isinstance(states, States) or set(states.by_name) != set(self._states.by_name):
+        if not isinstance(states, States) or states.kinds() != self._states.kinds():
             raise ValueError("snapshot must come from a session of the same model, got another one")
         self._states = states
 
@@ -211,7 +240,7 @@ class Session:
         fresh = {name: facts.state() for name, facts in self._nodes.items()}
         with tempfile.TemporaryDirectory(prefix="kvnumba-") as folder:
             try:
-                with zipfile.ZipFile(path) as archive:
+                with zipfile.ZipFile(Path(path)) as archive:
                     members = {info.filename: info for info in archive.infolist()}
                     if set(members) != {f"{index}.safetensors" for index in range(len(fresh))}:
                         raise ValueError(f"path must hold {len(fresh)} states, got {len(members)} members")
@@ -222,6 +251,9 @@ class Session:
             except zipfile.BadZipFile as error:
                 raise ValueError(f"path must be what `save` wrote, got a damaged file ({error})") from None
         self._states = States(fresh)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Session cannot be copied; make another of the same model, and unfreeze a snapshot in it")
 
     def __repr__(self) -> str:
         return f"Session({len(self._nodes)} states, length={self.length}, nbytes={self.nbytes})"
@@ -236,7 +268,8 @@ class _Facts:
         self.dtype = ir.DataType(attribute(node, "dtype")).numpy()
         if node.op_type == CACHE:
             names = ("state", "axis", "past_shape", "format", "layout", "past_first")
-            self._made: Callable[[], Any] = partial(ArrayState, *(attribute(node, name, "") for name in names))
+            make: Callable[..., Any] = partial(ArrayState, dtype=self.dtype.name)
+            self._made: Callable[[], Any] = partial(make, *(attribute(node, name, "") for name in names))
             return
         names = ("k_state", "v_state", "k_shape", "v_shape", "k_format", "v_format")
         self._made = partial(AttentionState, *(attribute(node, name) for name in names))

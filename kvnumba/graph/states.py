@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,8 +24,9 @@ class State(Protocol):
     def truncate(self, n: int) -> None: ...
     def reset(self) -> None: ...
     def clone(self) -> Any: ...
-    def past_shape(self, name: str) -> list[int]: ...
+    def past_shape(self, name: str, symbols: Mapping[str, int]) -> list[int]: ...
     def nbytes(self) -> int: ...
+    def kind(self) -> tuple[Any, ...]: ...
     def save(self, path: str) -> None: ...
     def load(self, path: str) -> None: ...
 
@@ -44,13 +46,16 @@ class ArrayState:
         Of codes: "per_channel" or "per_token".
     past_first : bool
         Whether new tokens come after the stored ones; else before them.
+    dtype : str
+        Of the tokens; "" for any.
     """
 
     def __init__(
-        self, name: str, axis: int, shape: list[str], form: str = "float", layout: str = "", past_first: bool = True
-    ) -> None:
+        self, name: str, axis: int, shape: list[str], form: str = "float", layout: str = "", past_first: bool = True,
+        dtype: str = "",
+    ) -> None:  # fmt: skip
         self.name, self.axis, self.shape, self.form, self.layout = name, axis, shape, form, layout
-        self.past_first = bool(past_first)
+        self.past_first, self.dtype = bool(past_first), dtype
         self.names = (name,)
         self.reset()
 
@@ -65,9 +70,11 @@ class ArrayState:
 
     def append(self, x: Array) -> Array:
         """Store *x* and return all: newest last, or first where the graph puts them first."""
-        _fits(self.name, x, self.shape, self.axis)
+        _fits(f"state {self.name!r} must be given tokens", x.shape, self.shape, self.axis)
         self.cache.append(x if self.past_first else np.flip(x, self.axis))
         self.known = list(x.shape)
+        if not len(self.cache):  # which knows no shape yet
+            return x
         if self.form != "float":
             decoded: Array = self.cache.contiguous().astype(x.dtype, copy=False)
             return decoded
@@ -83,13 +90,17 @@ class ArrayState:
         other.cache = self.cache._clone()
         return other
 
-    def past_shape(self, name: str) -> list[int]:
+    def past_shape(self, name: str, symbols: Mapping[str, int]) -> list[int]:
         if self.known is None:
-            return _empty(self.shape, self.axis)
+            return _empty(self.shape, self.axis, symbols)
         return [len(self.cache) if i == self.axis else n for i, n in enumerate(self.known)]
 
     def nbytes(self) -> int:
         return int(self.cache.nbytes)
+
+    def kind(self) -> tuple[Any, ...]:
+        """What two states have in common of which one can go on from the other."""
+        return self.axis, self.shape, self.form, self.layout, self.past_first, self.dtype
 
     def save(self, path: str) -> None:
         self.cache.save(path)
@@ -100,8 +111,12 @@ class ArrayState:
         kinds = [(one.axis,) if self.form == "float" else (one.layout, one.bits) for one in (loaded, self.cache)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"path must hold a state {self.name!r} of {kinds[1]}, got {kinds[0]}")
-        self.cache = loaded
         stored = loaded.view() if self.form == "float" else loaded.contiguous()
+        if len(loaded):
+            _fits(f"path must hold a state {self.name!r}", stored.shape, self.shape, self.axis)
+            if self.form == "float" and self.dtype not in ("", stored.dtype.name):
+                raise ValueError(f"path must hold a state {self.name!r} of {self.dtype}, got {stored.dtype}")
+        self.cache = loaded
         self.known = list(stored.shape) if len(loaded) else None
 
 
@@ -123,7 +138,7 @@ class AttentionState:
     def step(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
         """Store *k* and *v*, attend *q*: `KVCache.step`."""
         for name, x in zip(self.names, (k, v)):
-            _fits(name, x, self.shapes[name], 2)
+            _fits(f"state {name!r} must be given tokens", x.shape, self.shapes[name], 2)
         if self.cache is None:
             k_format, v_format = self.formats
             cache = kv.KVCache(
@@ -145,15 +160,20 @@ class AttentionState:
         other.cache = None if self.cache is None else self.cache._clone()
         return other
 
-    def past_shape(self, name: str) -> list[int]:
-        if self.cache is None:
-            return _empty(self.shapes[name], 2)
-        spec = self.cache.spec
+    def past_shape(self, name: str, symbols: Mapping[str, int]) -> list[int]:
+        return _empty(self.shapes[name], 2, symbols) if self.cache is None else self._shape_in(self.cache, name)
+
+    def _shape_in(self, cache: kv.KVCache, name: str) -> list[int]:
+        spec = cache.spec
         dim = spec.head_dim if name == self.names[0] else spec.v_head_dim
-        return [spec.batch_size, spec.num_kv_heads, len(self.cache), dim]
+        return [spec.batch_size, spec.num_kv_heads, len(cache), dim]
 
     def nbytes(self) -> int:
         return 0 if self.cache is None else self.cache.nbytes
+
+    def kind(self) -> tuple[Any, ...]:
+        """What two states have in common of which one can go on from the other."""
+        return self.shapes, self.formats
 
     def save(self, path: str) -> None:
         if self.cache is None:
@@ -168,6 +188,8 @@ class AttentionState:
             raise ValueError(
                 f"path must hold a state {self.name!r} of {self.formats}, got {(spec.k_format, spec.v_format)}"
             )
+        for name, shape in self.shapes.items():
+            _fits(f"path must hold a state {name!r}", self._shape_in(loaded, name), shape, 2)
         self.cache = loaded
 
 
@@ -185,6 +207,10 @@ class States:
         """Bytes of the stored tokens."""
         return sum(state.nbytes() for state in self.by_name.values())
 
+    def kinds(self) -> dict[str, tuple[Any, ...]]:
+        """Equal for the sessions of one model."""
+        return {name: state.kind() for name, state in self.by_name.items()}
+
     def _clone(self) -> States:
         return States({name: state.clone() for name, state in self.by_name.items()})
 
@@ -195,19 +221,19 @@ class States:
         return taken
 
 
-def _empty(shape: list[str], axis: int) -> list[int]:
-    """Shape of a state without tokens: 1 for a symbol that is not known yet, 0 along *axis*."""
-    return [0 if i == axis else int(text) if text.isdigit() else 1 for i, text in enumerate(shape)]
+def _empty(shape: list[str], axis: int, symbols: Mapping[str, int]) -> list[int]:
+    """Shape of a state without tokens: 0 along *axis*, and 1 for a symbol that *symbols* does not know."""
+    return [0 if i == axis else int(text) if text.isdecimal() else symbols.get(text, 1) for i, text in enumerate(shape)]
 
 
-def _fits(name: str, x: Array, shape: list[str], axis: int) -> None:
-    """Raise unless *x* agrees with the numbers in the shape of the graph, but for *axis*."""
-    wrong = x.ndim != len(shape) or any(
-        text.isdigit() and i != axis and int(text) != n for i, (text, n) in enumerate(zip(shape, x.shape))
+def _fits(must: str, got: Sequence[int], shape: list[str], axis: int) -> None:
+    """Raise, with a message that begins with *must*, unless *got* agrees with the numbers of *shape* beside *axis*."""
+    wrong = len(got) != len(shape) or any(
+        text.isdecimal() and i != axis and int(text) != n for i, (text, n) in enumerate(zip(shape, got))
     )
     if wrong:
         wanted = ", ".join("S" if i == axis else text for i, text in enumerate(shape))
-        raise ValueError(f"state {name!r} must be given tokens of shape [{wanted}], got {list(x.shape)}")
+        raise ValueError(f"{must} of shape [{wanted}], got {list(got)}")
 
 
 def attention_options(
