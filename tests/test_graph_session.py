@@ -70,6 +70,24 @@ def test_float16_keeps_its_dtype(backend):
     np.testing.assert_array_equal(got, 2 * np.concatenate([x, x[:, :, :1]], 2))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("k", "v"), [("float", "float16"), ("float16", "float")])
+def test_keys_and_values_may_be_of_two_types(k, v, backend):
+    model = parse(f"""
+        toy ({k}[1, 2, S, 8] q, {k}[1, 2, S, 8] k, {v}[1, 2, S, 8] v, {k}[1, 2, P, 8] past_k, {v}[1, 2, P, 8] past_v)
+            => ({k}[1, 2, S, 8] out, {k}[1, 2, T, 8] present_k, {v}[1, 2, T, 8] present_v) {{
+            present_k = Concat <axis = 2> (past_k, k)
+            present_v = Concat <axis = 2> (past_v, v)
+            out = Attention (q, present_k, present_v)
+        }}
+    """)
+    session = graph.Session(graph.fuse_kv_attention(graph.fold_kv_cache(model)), backend=backend)
+    q_, k_, v_ = (np.ones((1, 2, 3, 8), {"float": "float32"}.get(name, name)) for name in (k, k, v))
+    out = session.run({"q": q_, "k": k_, "v": v_})["out"]
+    assert out.dtype == k_.dtype
+    np.testing.assert_array_equal(out, k_)
+
+
 @pytest.mark.parametrize("form", MODELS)
 def test_truncate_reset_and_freeze_go_back_exactly(form):
     first, *rest = steps((40, 1, 1, 1))

@@ -146,7 +146,7 @@ def _as_python_operators(model: ir.Model, handle: str) -> None:
     for node in nodes:
         kept = attribute(node, "dtype")
         state = attribute(node, "state" if node.op_type == CACHE else "k_state")
-        inputs = [_cast(model, node, value, ir.DataType.FLOAT, kept) for value in node.inputs[:3]]
+        inputs = [_cast(model, node, value, ir.DataType.FLOAT, _type(value, kept)) for value in node.inputs[:3]]
         name = "KVNumbaCache"
         if node.op_type == ATTENTION:
             mask, lengths = [*node.inputs[3:], None, None][:2]
@@ -186,6 +186,11 @@ def _cast(model: ir.Model, before: ir.Node, value: ir.Value | None, to: ir.DataT
     node.outputs[0].type = ir.TensorType(to)
     model.graph.insert_before(before, node)
     return node.outputs[0]
+
+
+def _type(value: ir.Value | None, kept: int) -> int:
+    """Element type of *value*, as far as it is known, which need not be that of the keys."""
+    return kept if value is None or value.dtype is None else value.dtype.value
 
 
 def _constant(model: ir.Model, name: str, array: Array) -> ir.Value:
