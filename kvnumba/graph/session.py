@@ -126,7 +126,10 @@ class Session:
         for name, array in arrays.items():
             known = self._inputs[name].dtype
             if known not in (None, ir.DataType.STRING) and array.dtype != known.numpy():
-                raise TypeError(f"input {name!r} must be {known.numpy()}, as the model says, got {array.dtype}")
+                raise TypeError(
+                    f"input {name!r} must be {known.numpy()}, as the model says, got {array.dtype}; convert it by "
+                    f'numpy.asarray(x, "{known.numpy()}")'
+                )
         return arrays
 
     def grow(self, state: str, x: Array) -> Array:
