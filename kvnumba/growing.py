@@ -297,8 +297,9 @@ class InPlaceCache(_Growing):
 
     def reset(self) -> None:
         """Give the buffer back and become as when made; the next tokens may have another shape."""
+        self._length = self._reallocs = 0
+        self._buffer = None
         self._leave()
-        self._buffer, self._length, self._reallocs = None, 0, 0
 
     def save(self, path: Any) -> None:
         """Write the stored tokens to a file, as `KVCache.save`."""
@@ -348,9 +349,8 @@ class InPlaceCache(_Growing):
         return other
 
     def _part(self, capacity: int = 0) -> None:
-        buffer = self._taken(max(capacity, self.capacity))
-        self._leave()
-        self._buffer = buffer
+        self._buffer = self._taken(max(capacity, self.capacity))
+        self._leave()  # no sooner: until then a cut must not erase what a snapshot has
 
     def _taken(self, capacity: int) -> npt.NDArray[Any]:
         """A buffer of the stored tokens, and of nothing else."""

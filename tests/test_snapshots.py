@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import linecache
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,6 +233,67 @@ def test_a_view_of_shared_rows_never_changes(rng):
     cache.truncate(0)
     cache.append(normal(rng, 1, 2, 40, 4))
     assert bit_equal(view, before)
+
+
+def interrupted(action, step):
+    """Whether KeyboardInterrupt ended *action*; it comes before line *step* of the package that is run, from 0 on."""
+    lines, before = itertools.count(), sys.gettrace()
+
+    def trace(frame, event, _):
+        if not frame.f_code.co_filename.startswith(str(Path(kv.__file__).parent)):
+            return None
+        # Never at the end of a with block, which Python itself does not interrupt: its lock would stay taken.
+        leaving = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and not leaving and next(lines) == step:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+INTERRUPTED = {
+    "ConcatCache": kv.ConcatCache,
+    "InPlaceCache": kv.InPlaceCache,
+    "InPlaceCache with room": lambda: kv.InPlaceCache(capacity=200),
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("make", INTERRUPTED)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda cache, x: cache.append(x),
+        lambda cache, _: cache.truncate(60),
+        lambda cache, _: cache.reset(),
+        lambda cache, _: cache.freeze(consume=True),
+    ],
+    ids=["append", "truncate", "reset", "consume"],
+)
+def test_an_operation_that_is_interrupted_anywhere_leaves_snapshots_as_they_were(rng, make, operation, first):
+    x = normal(rng, 1, 2, 70, 16)
+    for step in itertools.count():
+        cache = INTERRUPTED[make]()
+        cache.append(x)
+        snapshot, other = cache.freeze(), copy.copy(cache)
+        before = cache.contiguous()
+        if not first:  # another owner has written past the tokens of the cache
+            other.append(x[:, :, :1])
+        ended = interrupted(lambda cache=cache: operation(cache, x), step)
+        cache.truncate(min(len(cache), 5))
+        cache.append(-x)
+        assert bit_equal(snapshot.unfreeze().contiguous(), before)
+        assert bit_equal(other.contiguous()[:, :, :70], before)
+        if not ended:
+            break
+    assert step > 0
 
 
 def test_compiled_code_of_the_user_writes_into_arrays_of_one_cache_only(rng):
