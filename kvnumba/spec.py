@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 #: Tokens of a sequence that stay float32 at its start (attention sinks).
 SINK = 4
@@ -15,6 +16,9 @@ FORMATS: tuple[str, ...] = get_args(Format)
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 #: Formats whose elements are codes with ``lo`` and ``scale``.
 CODE_FORMATS = ("int8", "int4")
+
+#: Largest number of heads or channels, and of tokens: what files say too, so that every cache can be saved.
+MOST, LONGEST = 1 << 20, 1 << 40
 
 #: Bytes of one group's parameters: ``lo`` and ``scale``, float32 each.
 GROUP_BYTES = 8
@@ -34,6 +38,12 @@ class CacheSpec:
         Rows that advance together.
     window : int or None
         Newest tokens that stay, beside the sinks; None: all.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a number is none, or not from 1 (0 for ``v_head_dim`` and ``batch_size``) to 2**20 (2**40 for ``batch_size``
+        and ``window``), or a format is another word.
     """
 
     num_kv_heads: int
@@ -45,8 +55,17 @@ class CacheSpec:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.v_head_dim == 0:
-            object.__setattr__(self, "v_head_dim", self.head_dim)  # the class is frozen
+        checked: dict[str, Any] = {
+            "num_kv_heads": _integer("num_kv_heads", self.num_kv_heads, 1, MOST),
+            "head_dim": _integer("head_dim", self.head_dim, 1, MOST),
+            "v_head_dim": _integer("v_head_dim", self.v_head_dim, 0, MOST) or int(self.head_dim),
+            "k_format": _format("k_format", self.k_format),
+            "v_format": _format("v_format", self.v_format),
+            "batch_size": _integer("batch_size", self.batch_size, 0, LONGEST),
+            "window": None if self.window is None else _integer("window", self.window, 1, LONGEST),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # the class is frozen
 
     @property
     def values_per_token(self) -> int:
@@ -60,13 +79,17 @@ class CacheSpec:
         A key block of 32 tokens carries ``lo`` and ``scale`` for each channel, a value token carries one pair.
         The sinks, the residual and spare capacity do not grow with the length and are not counted.
         """
-        per_head = key_bytes(self.k_format, self.head_dim) + value_bytes(self.v_format, self.v_head_dim)
-        return self.batch_size * self.num_kv_heads * per_head
+        return self.batch_size * self.num_kv_heads * self._bytes_of_one
 
     @property
     def bits_per_value(self) -> float:
         """Bits that one stored number costs in the long run, parameters included."""
-        return 8 * self.bytes_per_token / self.values_per_token
+        return 8 * self._bytes_of_one / (self.head_dim + self.v_head_dim)
+
+    @property
+    def _bytes_of_one(self) -> float:
+        """`bytes_per_token` of one head of one row."""
+        return key_bytes(self.k_format, self.head_dim) + value_bytes(self.v_format, self.v_head_dim)
 
 
 def row_bytes(dim: int, bits: int) -> int:
@@ -83,3 +106,23 @@ def key_bytes(format: str, dim: int) -> float:
 def value_bytes(format: str, dim: int) -> float:
     """Bytes of one value of one head, in the long run."""
     return row_bytes(dim, BITS[format]) + (GROUP_BYTES if format in CODE_FORMATS else 0)
+
+
+# Beside those of `checks`, which stands on this file.
+
+
+def _integer(name: str, value: Any, lowest: int, highest: int) -> int:
+    wanted = f"{name} must be an integer from {lowest} to {highest}, got"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{wanted} {value!r} of type {type(value).__name__}")
+    number = int(value)
+    if not lowest <= number <= highest:
+        raise ValueError(f"{wanted} {number}")
+    return number
+
+
+def _format(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in FORMATS:
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{name} must be one of {', '.join(FORMATS)}, got {value!r}")
+    return value

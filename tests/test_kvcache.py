@@ -331,6 +331,40 @@ def test_spec_is_that_of_the_arguments():
     assert cache.spec == reference.spec
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be an integer from 1 to 1048576, got 0"),
+        ({"head_dim": "8"}, TypeError, "head_dim must be an integer from 1 to 1048576, got '8' of type str"),
+        ({"head_dim": np.ones(2)}, TypeError, "head_dim must be an integer"),
+        ({"v_head_dim": 0.0}, TypeError, "v_head_dim must be an integer from 0 to 1048576, got 0.0"),
+        ({"batch_size": True}, TypeError, "batch_size must be an integer"),
+        ({"window": 2.5}, TypeError, "window must be an integer from 1 to 1099511627776, got 2.5"),
+        (
+            {"k_format": "int3"},
+            ValueError,
+            "k_format must be one of float32, float16, bfloat16, int8, int4, got",
+        ),
+        ({"v_format": 8}, TypeError, "v_format must be one of float32, float16, bfloat16, int8, int4, got 8"),
+    ],
+)
+def test_the_numbers_of_a_spec_are_checked(options, error, words):
+    with pytest.raises(error, match=words):
+        kv.CacheSpec(**{"num_kv_heads": 2, "head_dim": 8, **options})
+
+
+@pytest.mark.parametrize("options", [{"num_kv_heads": 2**20 + 1}, {"window": 2**40 + 1}])
+def test_a_cache_that_no_file_could_hold_is_not_made(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be an integer from 1 to"):
+        kv.KVCache(**{"num_kv_heads": 1, "head_dim": 1, **options})
+
+
+def test_a_spec_without_rows_costs_as_many_bits_for_each_value_as_one_with_rows():
+    one, none = (kv.CacheSpec(2, 8, v_head_dim=np.int64(4), k_format="int8", batch_size=n) for n in (3, 0))
+    assert none.bits_per_value == one.bits_per_value == 8 * one.bytes_per_token / one.values_per_token
+    assert (none.bytes_per_token, type(none.v_head_dim)) == (0, int)
+
+
 def test_keys_and_values_are_fresh_arrays(rng):
     cache, reference = both("float32", "float32")
     k, v = data(rng, cache, 5)
