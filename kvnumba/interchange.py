@@ -33,7 +33,7 @@ from kvnumba.buffers import (
 )
 from kvnumba.checks import MAX_AXES, QUANTIZABLE
 from kvnumba.kernels import interchange as forms
-from kvnumba.spec import BITS, BLOCK, FORMATS, SINK, CacheSpec, row_bytes
+from kvnumba.spec import BITS, BLOCK, FORMATS, LONGEST, MOST, SINK, CacheSpec, row_bytes
 from kvnumba.storage import Fill, Part, Settings, fault, integer, keys_of, reading, shape_of, word, write
 
 _T = TypeVar("_T")
@@ -45,9 +45,6 @@ FLOAT_TYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64"
 
 #: Bytes of codes that are converted at once: they stay in the processor's cache between two passes.
 _PIECE = 1 << 17
-
-#: Largest numbers that settings may say; what they say must be there all the same.
-_MOST_HEADS, _LONGEST = 1 << 20, 1 << 40
 
 #: What the settings of a layer say; the first ones make its `CacheSpec`.
 _SPEC = ("num_kv_heads", "head_dim", "v_head_dim", "k_format", "v_format", "batch_size", "window")
@@ -68,9 +65,8 @@ class Layer(NamedTuple):
 def save_layers(path: Any, kind: str, layers: Sequence[Layer]) -> None:
     """Write a file of class *kind* that holds these layers."""
     _need_compiled("save")
-    described = [_described(layer) for layer in layers]
-    settings = {"block": BLOCK, "sink": SINK, "layers": described}
-    write(path, kind, settings, _layers_parts(described), _layers_arrays(layers))
+    settings = {"block": BLOCK, "sink": SINK, "layers": [_described(layer) for layer in layers]}
+    write(path, kind, settings, _layers_plan(settings), _layers_arrays(layers))
 
 
 def load_layers(path: Any, kind: str, make: Callable[[Layer], _T]) -> list[_T]:
@@ -135,14 +131,14 @@ def _check_layout(settings: Settings) -> None:
 
 def _check_layer(layer: Any) -> None:
     keys_of("a layer", layer, _LAYER)
-    integer("num_kv_heads", layer["num_kv_heads"], 1, _MOST_HEADS)
-    integer("head_dim", layer["head_dim"], 1, _MOST_HEADS)
-    integer("v_head_dim", layer["v_head_dim"], 1, _MOST_HEADS)
+    integer("num_kv_heads", layer["num_kv_heads"], 1, MOST)
+    integer("head_dim", layer["head_dim"], 1, MOST)
+    integer("v_head_dim", layer["v_head_dim"], 1, MOST)
     word("k_format", layer["k_format"], FORMATS)
     word("v_format", layer["v_format"], FORMATS)
     if layer["window"] is not None:
-        integer("window", layer["window"], 1, _LONGEST)
-    integer("dropped", layer["dropped"], 0, 0 if layer["window"] is None else _LONGEST)
+        integer("window", layer["window"], 1, LONGEST)
+    integer("dropped", layer["dropped"], 0, 0 if layer["window"] is None else LONGEST)
     lengths, kept = layer["lengths"], layer["kept"]
     if not isinstance(lengths, list) or not isinstance(kept, list) or len(lengths) != len(kept) or not lengths:
         raise fault("lengths and kept must be lists of one entry for each row")
@@ -153,7 +149,7 @@ def _check_layer(layer: Any) -> None:
 
 
 def _check_length(length: Any, kept: Any, coded_keys: bool) -> None:
-    integer("length", length, 0, _LONGEST)
+    integer("length", length, 0, LONGEST)
     if type(kept) is not bool or (kept and not (coded_keys and sealed(length))):
         raise fault("kept must be true or false, and true only where a key block is sealed")
 
@@ -200,7 +196,7 @@ def _codes_plan(settings: Settings) -> list[Part]:
     if integer("bits", settings["bits"], 4, 8) not in (4, 8):
         raise fault("bits must be 4 or 8")
     new = settings["lead"] is None
-    dim = integer("dim", settings["dim"], 0 if new else 1, 0 if new else _MOST_HEADS)
+    dim = integer("dim", settings["dim"], 0 if new else 1, 0 if new else MOST)
     _check_length(settings["length"], settings["kept"], keys)
     if new:
         integer("length", settings["length"], 0, 0)
@@ -360,20 +356,33 @@ def _taken(fill: Fill, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     """The next float32 numbers of a file, which must be such as a cache of codes takes."""
     array = np.empty(shape, np.float32)
     fill(array)
-    if not (array.min(initial=0) >= -QUANTIZABLE and array.max(initial=0) <= QUANTIZABLE):  # a NaN is neither
-        raise fault("it holds a number that cannot be quantized")
+    check_quantizable("float32 rows", array)
     return array
 
 
 def _taken_groups(bits: int, fill: Fill, shape: tuple[int, ...]) -> tuple[Array, Array]:
     """``lo`` and ``scale`` of groups."""
-    lo, scale = _taken(fill, shape), _taken(fill, shape)
-    with np.errstate(over="ignore"):
+    lo, scale = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    fill(lo)
+    fill(scale)
+    check_groups(bits, lo, scale)
+    return lo, scale
+
+
+def check_groups(bits: int, lo: Array, scale: Array) -> None:
+    """Raise unless groups of numbers can have these parameters, float32 in C order."""
+    check_quantizable("lo", lo)
+    with np.errstate(over="ignore", invalid="ignore"):
         highest = lo + np.float32(2**bits - 1) * scale
     # The largest numbers of the groups, but for the rounding of the scale, of the product and of the sum.
     if not (scale.min(initial=1) > 0 and highest.max(initial=0) <= QUANTIZABLE * np.float32(1 + 1e-6)):
-        raise fault("it holds a scale that no group of numbers has")
-    return lo, scale
+        raise fault("scale must be above 0 and such that lo + code * scale can be quantized")
+
+
+def check_quantizable(name: str, array: Array) -> None:
+    """Raise unless every number of *array* is finite and at most half the range of float32 in magnitude."""
+    if not (array.min(initial=0) >= -QUANTIZABLE and array.max(initial=0) <= QUANTIZABLE):  # a NaN is neither
+        raise fault(f"{name} must hold numbers that can be quantized")
 
 
 def _fill_codes(form: _Form, codes: Array, count: int, scale: Array, fill: Fill) -> None:

@@ -109,7 +109,7 @@ def reading(path: Any, kind: str, plan: Plan) -> Iterator[tuple[Settings, Fill]]
     OSError
         There is no such file, or it cannot be read.
     ValueError
-        Another kind of file, another class, another version, a damaged file.
+        Another kind of file, another class, another version, a damaged file; a path that no file can have.
     """
     name = os.fspath(_target(path))
     with open(name, "rb", buffering=0) as file:
@@ -122,16 +122,21 @@ def reading(path: Any, kind: str, plan: Plan) -> Iterator[tuple[Settings, Fill]]
             if data.left or data.sums.hex() != sums:
                 raise fault("the sum of its data is another one")
         except _Fault as error:
-            raise ValueError(f"path must be a file that {kind}.save wrote, got {name!r}: {error}") from None
+            what = f"it is damaged, {error}; save it again" if isinstance(error, _NotInFiles) else error
+            raise ValueError(f"path must be a file that {kind}.save wrote, got {name!r}: {what}") from None
 
 
 class _Fault(ValueError):
     """What is wrong with a file."""
 
 
+class _NotInFiles(_Fault):
+    """What a file cannot hold."""
+
+
 def fault(what: str) -> ValueError:
-    """An error that says how a file is damaged."""
-    return _Fault(f"it is damaged, {what}; save it again")
+    """An error that says what a file must hold: one that is read is damaged, and what is saved cannot be."""
+    return _NotInFiles(what)
 
 
 # ---- header
@@ -210,7 +215,8 @@ def word(name: str, value: Any, allowed: Sequence[str]) -> str:
 def shape_of(name: str, value: Any, axes: int) -> tuple[int, ...]:
     """A shape of at least *axes* axes such as NumPy can have."""
     if not isinstance(value, list) or not axes <= len(value) <= MAX_AXES:
-        raise fault(f"{name} must be a list of {axes} to {MAX_AXES} integers")
+        came = f"{len(value)}" if isinstance(value, list) else str(value)[:40]
+        raise fault(f"{name} must be a list of {axes} to {MAX_AXES} integers, got {came}")
     size = 1
     for n in value:
         size *= max(1, integer(name, n, 0, 1 << 40))
@@ -342,6 +348,12 @@ def _target(path: Any) -> Path:
     """The file that *path* means: of a symbolic link the one that it names."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, got {type(path).__name__}")
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name:
+        raise ValueError(f"path must be one that a file can have, without null characters and surrogates, got {path!r}")
     target = Path(os.path.realpath(os.fsdecode(path)))
     if target.exists() and not target.is_file():  # a folder; a device, which must not be replaced; a pipe, which waits
         raise OSError(errno.EINVAL, "path must be that of a regular file, got something else", os.fspath(target))

@@ -608,6 +608,65 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: holding(kv.ConcatCache(0), (1,) * 33), "shape must be a list of 1 to 32 integers, got 33"),
+        (lambda: holding(kv.InPlaceCache(2), (1,) * 33), "shape must be a list of 3 to 32 integers, got 33"),
+        (lambda: holding(kv.QuantizedCache(), (1,) * 40), "lead must be a list of 0 to 32 integers, got 38"),
+        (lambda: holding(kv.QuantizedCache(), (0, 2**40 + 1, 1)), "length must be an integer from 0 to 1099511627776"),
+        (lambda: kv.quantize_per_token(np.ones((1,) * 33)), "shape must be a list of 1 to 32 integers, got 33"),
+        (lambda: kv.quantize_per_token(np.ones(5), block_size=2**63), "block_size must be an integer from 1 to"),
+        (lambda: tensor_of(lo=np.nan), "lo must hold numbers that can be quantized"),
+        (lambda: tensor_of(scale=-1), "scale must be above 0"),
+        (lambda: tensor_of(scale=np.nan), "scale must be above 0"),
+        (lambda: tensor_of(codes=255), "codes of rows of odd length must end in a nibble of 0"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_not_saved_and_is_not_called_damaged(tmp_path, make, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make().save(tmp_path / "state")
+    assert "damaged" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def holding(cache, shape):
+    """*cache* after an append of this shape."""
+    cache.append(np.ones(shape))
+    return cache
+
+
+def tensor_of(codes=0, lo=0, scale=1):
+    """A tensor of one row of three numbers."""
+    lo, scale = (np.full(1, x, np.float32) for x in (lo, scale))
+    return kv.QuantizedTensor(np.full((1, 2), codes, np.uint8), lo, scale, 4, "per_token", (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lo": np.nan}, "lo must hold numbers that can be quantized"),
+        ({"scale": -1}, "scale must be above 0"),
+        ({"codes": 255}, "codes of rows of odd length must end in a nibble of 0"),
+    ],
+)
+def test_a_tensor_that_quantization_cannot_make_is_damaged(tmp_path, monkeypatch, change, words):
+    with monkeypatch.context() as patch:
+        patch.setattr(kv.QuantizedTensor, "_check_content", lambda _: None)
+        tensor_of(**change).save(tmp_path / "tensor")
+    with pytest.raises(ValueError, match=f"it is damaged, {words}.*; save it again"):
+        kv.QuantizedTensor.load(tmp_path / "tensor")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800"])
+def test_a_path_that_no_file_can_have_is_refused(path):
+    if os.name != "posix" and "\0" not in path:
+        pytest.skip("a name of Windows can have this")
+    for each in (kv.ConcatCache(0).save, kv.ConcatCache.load):
+        with pytest.raises(ValueError, match=r"path must be one that a file can have, .* got 'a"):
+            each(path)
+
+
 # ---- costs
 
 

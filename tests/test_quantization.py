@@ -345,6 +345,10 @@ def test_the_parts_of_a_tensor_must_belong_together():
         ("axis", "2", TypeError, "axis must be an integer"),
         ("shape", (2, 40, 12), ValueError, "codes must have shape"),
         ("shape", (9,), ValueError, "shape must have 2 or more axes"),
+        ("shape", 9, TypeError, "shape must be a tuple of integers, got 9 of type int"),
+        ("shape", "abc", TypeError, "shape must be a tuple of integers, got 'abc' of type str"),
+        ("shape", (2, 40.0, 9), TypeError, r"shape\[1\] must be an integer of at least 0, got 40.0 of type float"),
+        ("shape", (2, -40, 9), ValueError, r"shape\[1\] must be an integer of at least 0, got -40"),
     ]
     for name, value, error, text in wrong:
         if text is None:  # another way to say the same
@@ -589,8 +593,10 @@ def test_an_axis_that_is_not_there_is_refused():
     x = normal((4, 6))
     with pytest.raises(ValueError, match=r"axis must be an integer from -2 to 1 for shape \[4, 6\], got 2"):
         quantize_per_token(x, axis=2)
-    with pytest.raises(TypeError, match="axis must be an integer, the number of an axis, got"):
-        quantize_per_channel(x, axis=None)
+    for bad in (None, np.array([0, 1]), [0]):
+        for function in (quantize_per_channel, quantize_per_token):
+            with pytest.raises(TypeError, match="axis must be an integer, the number of an axis, got"):
+                function(x, axis=bad)
     with pytest.raises(ValueError, match="block_size must be a positive integer, got 0"):
         quantize_per_token(x, block_size=0)
     with pytest.raises(ValueError, match=r"at least one channel along axis 0, got shape \[0, 6\]"):

@@ -103,7 +103,8 @@ def quantize_per_token(
 def _numbers(x: Any, names: str, axis: Any, usual: int) -> Any:
     """*x* as an array, after a check of its axes."""
     array = checks.numbers("x", x)
-    if array.ndim < (-usual if axis == usual else 1) or array.shape[-1] == 0:
+    needed = -usual if isinstance(axis, (int, np.integer)) and axis == usual else 1
+    if array.ndim < needed or array.shape[-1] == 0:
         raise ValueError(f"x must have shape {names} with at least one channel, got {list(array.shape)}")
     return array
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba import checks, storage
+from kvnumba import checks, interchange, storage
 from kvnumba.quantization.groups import AXES, Codes, FloatArray, Groups
 from kvnumba.quantization.nibbles import plain, unpack_nibbles
 from kvnumba.spec import row_bytes
@@ -65,10 +65,11 @@ class QuantizedTensor:
     def __post_init__(self) -> None:
         checks.bits(self.bits)
         usual = AXES[checks.layout(self.layout)]
+        object.__setattr__(self, "shape", _shape(self.shape))  # the class is frozen
         if self.block_size is not None or self.layout == "per_channel":
             checks.positive_int("block_size", self.block_size)
         needed = -usual if self.axis is None else 1
-        if len(self.shape) < needed or self.shape[-1] < 1 or min(self.shape) < 0:
+        if len(self.shape) < needed or self.shape[-1] < 1:
             raise ValueError(f"shape must have {needed} or more axes and at least one channel, got {self.shape}")
         axis = checks.axis_of("axis", usual if self.axis is None else self.axis, self.shape)
         if self.block_size is None and not self.shape[axis]:
@@ -84,8 +85,17 @@ class QuantizedTensor:
         return Groups(self.shape, self.axis, self.block_size)
 
     def save(self, path: Any) -> None:
-        """Write codes and parameters to a file that `load` reads; *path* as for `KVCache.save`."""
+        """Write codes and parameters to a file that `load` reads; *path* as for `KVCache.save`.
+
+        Raises
+        ------
+        OSError
+            As of `KVCache.save`.
+        ValueError
+            A part that no quantized array has, as NaN among *scale*. Nothing is written.
+        """
         settings = settings_of(self.bits, self.layout, self.shape, self.block_size, self.axis)
+        self._check_content()
         arrays = (np.ascontiguousarray(array) for array in (self.codes, self.lo, self.scale))
         storage.write(path, "QuantizedTensor", settings, plan(settings), arrays)
 
@@ -97,7 +107,15 @@ class QuantizedTensor:
             codes, lo, scale = np.empty(packed, np.uint8), np.empty(groups, np.float32), np.empty(groups, np.float32)
             for array in (codes, lo, scale):
                 fill(array)
-        return cls(codes, lo, scale, **{**settings, "shape": tuple(settings["shape"])})
+            tensor = cls(codes, lo, scale, **settings)
+            tensor._check_content()
+        return tensor
+
+    def _check_content(self) -> None:
+        """Raise unless codes and parameters are such as files hold."""
+        interchange.check_groups(self.bits, self.lo, self.scale)
+        if self.bits == 4 and self.shape[-1] % 2 and (self.codes[..., -1] > 15).any():
+            raise storage.fault("codes of rows of odd length must end in a nibble of 0")
 
     def unpacked(self) -> Codes:
         """Return the codes as uint8 of the full shape, one a byte, in a fresh array."""
@@ -269,6 +287,13 @@ def plan(settings: storage.Settings) -> list[storage.Part]:
         storage.Part("lo", "F32", parameters),
         storage.Part("scale", "F32", parameters),
     ]
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """*value* as a tuple, after a check that it is one of integers."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"shape must be a tuple of integers, got {value!r} of type {type(value).__name__}")
+    return tuple(checks.count(f"shape[{i}]", n) for i, n in enumerate(value))
 
 
 def _part(name: str, array: Any, dtype: type, shape: tuple[int, ...]) -> None:
