@@ -237,7 +237,7 @@ def _take_codes(store: Any, row: int, taken: Any, to: int, coded: int) -> None:
     for old, new in zip(store[1:], taken[1:]):
         new[to, :, :blocks] = old[row, :, :blocks]
     if blocks > whole:  # values: of the last block only *rest* tokens
-        groups = taken.codes[to, :, whole].reshape(taken.codes.shape[1], 8, -1, 4)
+        groups = taken.codes[to, :, whole].reshape(taken.codes.shape[1], 8, taken.codes.shape[3] // 32, 4)
         groups[:, rest // 4, :, rest % 4 :] = 0
         groups[:, rest // 4 + 1 :] = 0
         taken.params[to, :, whole, :, rest:] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -543,6 +544,12 @@ class QuantizedCache(Freezable):
     of the first `append`.
     """
 
+    # What `_own` sets.
+    _lead: tuple[int, ...] | None
+    _dim: int
+    _store: Any
+    _state: IntArray
+
     def __init__(self, layout: str = "per_channel", bits: int = 8) -> None:
         self._layout, self._bits = checks.layout(layout), checks.bits(bits)
         channel = self._layout == "per_channel"
@@ -553,11 +560,12 @@ class QuantizedCache(Freezable):
 
     def reset(self) -> None:
         """Forget all tokens and the shape, and give the memory back."""
+        self._own(_lead=None, _dim=0, _store=None, _state=np.zeros((1, 2), np.int64))
+
+    def _own(self, **state: Any) -> None:
+        """Let *state*, which nobody else has, replace that of before: at once, and that of others first."""
+        self.__dict__.update(state)
         self._leave()
-        self._lead: tuple[int, ...] | None = None
-        self._dim = 0
-        self._store: Any = None
-        self._state = np.zeros((1, 2), np.int64)
 
     def append(self, x: Any) -> None:
         """Append *x*, array_like [..., S, D]: any float type, integers or bool. It is copied.
@@ -579,16 +587,16 @@ class QuantizedCache(Freezable):
         checks.finite("x", x)
         if x.shape[-2] == 0:
             return
+        lead = array.shape[:-2]
+        rows = x.reshape(1, math.prod(lead), x.shape[-2], dim)
         if self._lead is None:
-            self._lead, self._dim = array.shape[:-2], dim
-        heads = int(np.prod(self._lead, dtype=np.int64))
-        self._write(x.reshape(1, heads, x.shape[-2], dim))
+            store = allocate_store(self._kind, 1, rows.shape[1], rows.shape[2], dim)
+            self._own(_lead=lead, _dim=dim, _store=store)
+        self._write(rows)
 
     def _write(self, rows: FloatArray) -> None:
         needed = len(self) + rows.shape[2]
-        if self._store is None:
-            self._store = allocate_store(self._kind, 1, rows.shape[1], needed, rows.shape[3])
-        elif self._sharing is not None:
+        if self._sharing is not None:
             self._claim([needed])
         if not append_store(self._store, rows, self._state):
             self._part(needed)
@@ -617,8 +625,7 @@ class QuantizedCache(Freezable):
     def _part(self, capacity: int = 0) -> None:
         if capacity > self.capacity:
             capacity = max(capacity, 2 * self.capacity)
-        self._leave()
-        self._store = self._taken(max(capacity, self.capacity))
+        self._own(_store=self._taken(max(capacity, self.capacity)))
 
     def _taken(self, capacity: int) -> Any:
         """A store of the stored tokens, and of nothing else."""
@@ -665,8 +672,8 @@ class QuantizedCache(Freezable):
         settings, store, state = interchange.load_codes(path, lambda found: cls(found["layout"], found["bits"])._kind)
         cache = cls(settings["layout"], settings["bits"])
         if store is not None:
-            cache._lead, cache._dim = tuple(settings["lead"]), _head_dim("dim", settings["dim"])
-            cache._store, cache._state = store, state
+            lead, dim = tuple(settings["lead"]), _head_dim("dim", settings["dim"])
+            cache._own(_lead=lead, _dim=dim, _store=store, _state=state)
         return cache
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from kvnumba import reference
+from kvnumba import QuantizedCache, reference
 from kvnumba.growing import ConcatCache, InPlaceCache
 from kvnumba.snapshot import Snapshot
 
@@ -480,3 +480,12 @@ def test_a_clone_keeps_capacity_and_count():
     assert (other.capacity, other.reallocs) == (cache.capacity, cache.reallocs) == (10, 1)
     other.reset()
     assert other.capacity == 4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("layout", ["per_channel", "per_token"])
+def test_codes_of_no_rows_grow_and_are_pickled(layout, bits):
+    cache = QuantizedCache(layout, bits)
+    for _ in range(3):
+        cache.append(np.zeros((0, 5, 3)))
+    assert pickle.loads(pickle.dumps(cache)).contiguous().shape == (0, 15, 3)

@@ -136,6 +136,17 @@ def test_a_refused_append_to_shared_arrays_changes_nothing_and_takes_no_turn(rng
     assert np.shares_memory(other._buffers.k.codes, snapshot._cache._buffers.k.codes)  # it was the first to write
 
 
+def test_a_first_append_without_memory_leaves_a_cache_of_codes_empty(rng, monkeypatch, tmp_path):
+    cache = kv.QuantizedCache()
+    monkeypatch.setattr("kvnumba.cache.allocate_store", no_memory)
+    with pytest.raises(MemoryError):
+        cache.append(normal(rng, 2, 40, 8))
+    monkeypatch.undo()
+    cache.save(tmp_path / "file")
+    cache.append(normal(rng, 3, 40, 7))
+    assert cache.contiguous().shape == (3, 40, 7)
+
+
 @pytest.mark.parametrize("operation", ["select", "reserve", "reset", "buffers", "consume"])
 def test_what_fails_on_the_way_leaves_cache_and_snapshot_as_they_were(rng, monkeypatch, operation):
     cache, reference = filled(rng, "int8", "int4", 70, batch_size=3)
@@ -262,7 +273,21 @@ INTERRUPTED = {
     "ConcatCache": kv.ConcatCache,
     "InPlaceCache": kv.InPlaceCache,
     "InPlaceCache with room": lambda: kv.InPlaceCache(capacity=200),
+    "QuantizedCache per channel": lambda: kv.QuantizedCache("per_channel", 4),
+    "QuantizedCache per token": lambda: kv.QuantizedCache("per_token", 8),
+    "KVCache": lambda: Both(2, 16, k_format="int8", v_format="int4"),
+    "KVCache with room": lambda: Both(2, 16, k_format="int4", capacity=200),
 }
+
+
+class Both(kv.KVCache):
+    """Takes and gives keys and values as one array."""
+
+    def append(self, x):
+        super().append(x, x)
+
+    def contiguous(self):
+        return np.concatenate([self.keys(), self.values()], 3)
 
 
 @pytest.mark.parametrize("first", [False, True])
