@@ -112,17 +112,26 @@ def test_the_result_has_the_dtype_and_shape_that_models_expect(kind):
     out, _ = attention_forward(Module(), q, k, v[..., :6], None)
     assert out.dtype is kind
     assert out.shape == (2, 5, 4, 6)
+    assert out.is_contiguous()  # some models take a view of it
     check((out, None), formula(q, k, v[..., :6], order(5, 12)), atol=4 * torch.finfo(kind).eps)
 
 
-def test_dropout_and_gradients_are_refused_by_name():
-    q, k, v = made()
+def test_dropout_is_refused_by_name():
     with pytest.raises(NotImplementedError, match=r"dropout must be 0.*got 0\.1; call model\.eval\(\)"):
-        attention_forward(Module(), q, k, v, None, dropout=0.1)
-    q.requires_grad_()
-    out, _ = attention_forward(Module(), q, k, v, None)
-    with pytest.raises(NotImplementedError, match="no gradients"):
+        attention_forward(Module(), *made(), None, dropout=0.1)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attention_mask", "s_aux", "position_bias"])
+def test_a_gradient_of_any_argument_is_refused_by_name(name):
+    q, k, v = made()
+    given = {"query": q, "key": k, "value": v, "attention_mask": torch.zeros(1, 1, 5, 12), "s_aux": torch.zeros(4)}
+    given["position_bias"] = torch.zeros(1, 4, 5, 12)
+    given[name].requires_grad_()
+    out, _ = attention_forward(Module(), **given)
+    with pytest.raises(NotImplementedError, match=r'no gradients; train with .*"sdpa".* use_cache=False'):
         out.sum().backward()
+    with torch.no_grad():
+        assert not attention_forward(Module(), **given)[0].requires_grad
 
 
 def test_tensors_elsewhere_are_refused_by_name():

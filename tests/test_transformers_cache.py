@@ -69,6 +69,16 @@ def test_a_stored_tensor_of_an_earlier_call_is_refused_not_read_as_another():
         key + 0
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_gradient_of_stored_tokens_is_refused_by_name(side):
+    states = drawn()
+    states[side].requires_grad_()
+    made = filled().update(*states)
+    assert type(made[0]) is type(made[1]) is Stored
+    with pytest.raises(NotImplementedError, match="KVNumbaCache have no gradients"):
+        (made[0] * made[1]).sum().backward()
+
+
 @pytest.mark.parametrize(("k_format", "v_format"), FORMATS)
 def test_what_is_stored_is_what_a_kvcache_stores(k_format, v_format):
     layer = filled(k_format, v_format)

@@ -25,9 +25,10 @@ if tuple(int(part) for part in _transformers.__version__.split(".")[:2]) < (5, 2
         'pip install "kvnumba[transformers]"'
     )
 
-from kvnumba.integrations.transformers.attention import NAME, attention_forward
+from kvnumba.integrations.transformers.attention import attention_forward
 from kvnumba.integrations.transformers.cache import KVNumbaCache, KVNumbaLayer
 from kvnumba.integrations.transformers.masks import attention_mask
+from kvnumba.integrations.transformers.tensors import NAME
 
 __all__ = ["KVNumbaCache", "KVNumbaLayer", "attention_forward", "attention_mask"]
 

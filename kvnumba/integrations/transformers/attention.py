@@ -10,10 +10,7 @@ import torch
 import kvnumba
 from kvnumba.integrations.transformers.masks import WINDOW
 from kvnumba.integrations.transformers.standin import Stored
-from kvnumba.integrations.transformers.tensors import to_numpy, to_torch
-
-#: What `attn_implementation` calls it.
-NAME = "kvnumba"
+from kvnumba.integrations.transformers.tensors import NAME, to_numpy, to_torch, without_gradient
 
 
 def attention_forward(
@@ -56,7 +53,7 @@ def attention_forward(
     Returns
     -------
     out : tensor [B, S, H_q, D]
-        In the dtype of *query*.
+        In the dtype of *query*, in C order.
     None
         Weights are never made.
 
@@ -93,10 +90,8 @@ def attention_forward(
     else:
         k, v = to_numpy("key", _plain(key)), to_numpy("value", _plain(value))
         out = kvnumba.attention(to_numpy("query", query), k, v, **options)
-    result = to_torch(out, query.dtype).transpose(1, 2)
-    if query.requires_grad and torch.is_grad_enabled():
-        result = _NoGradient.apply(result, query)
-    return result, None
+    result = to_torch(out, query.dtype).transpose(1, 2).contiguous()  # a copy only where S and H_q exceed 1
+    return *without_gradient((result,), query, key, value, attention_mask, s_aux, position_bias), None
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -120,17 +115,3 @@ def _biased(bias: torch.Tensor, mask: Any) -> Any:
     if mask.dtype == bool:
         return np.where(mask, added, np.float32(-np.inf))
     return added + mask
-
-
-class _NoGradient(torch.autograd.Function):  # type: ignore[misc]
-    """Hands a result on, and says so when a gradient is asked of it."""
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        return result.view_as(result)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f'attn_implementation="{NAME}" has no gradients; train with model.set_attn_implementation("sdpa")'
-        )

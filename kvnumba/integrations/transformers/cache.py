@@ -14,7 +14,7 @@ from kvnumba import checks, interchange
 from kvnumba.cache import KVCache
 from kvnumba.container import KVCaches
 from kvnumba.integrations.transformers.standin import Stored
-from kvnumba.integrations.transformers.tensors import to_numpy, to_torch
+from kvnumba.integrations.transformers.tensors import to_numpy, to_torch, without_gradient
 from kvnumba.snapshot import Snapshot, nbytes
 
 #: Kinds of layers of transformers whose keys and values are kept here; others keep a state of another kind.
@@ -91,9 +91,9 @@ class KVNumbaLayer(CacheLayerMixin):  # type: ignore[misc]
             return key_states, value_states
         spec, length, dtype = cache.spec, len(cache), key_states.dtype
         shape = (spec.batch_size, spec.num_kv_heads, length)
-        return Stored(self, "keys", (*shape, spec.head_dim), dtype), Stored(
-            self, "values", (*shape, spec.v_head_dim), dtype
-        )
+        keys = Stored(self, "keys", (*shape, spec.head_dim), dtype)
+        values = Stored(self, "values", (*shape, spec.v_head_dim), dtype)
+        return without_gradient((keys, values), key_states, value_states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make an empty cache for tensors of these shapes, [B, H_kv, S, D], and this dtype."""

@@ -12,6 +12,9 @@ from kvnumba import checks
 
 Array = npt.NDArray[Any]
 
+#: What `attn_implementation` calls our attention.
+NAME = "kvnumba"
+
 
 def to_numpy(name: str, x: torch.Tensor) -> Array:
     """Return *x* as an array over the same memory.
@@ -42,3 +45,23 @@ def to_torch(x: Array, dtype: torch.dtype) -> torch.Tensor:
     else:
         tensor = torch.from_numpy(x)
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def without_gradient(made: tuple[torch.Tensor, ...], *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return *made*, made of *inputs* outside torch: `backward` raises there if one of these wants gradients."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        made = _NoGradient.apply(made, *inputs)
+    return made
+
+
+class _NoGradient(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, made: tuple[torch.Tensor, ...], *inputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f'attn_implementation="{NAME}" and KVNumbaCache have no gradients; '
+            'train with model.set_attn_implementation("sdpa") and use_cache=False'
+        )
