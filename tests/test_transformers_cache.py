@@ -69,6 +69,27 @@ def test_a_stored_tensor_of_an_earlier_call_is_refused_not_read_as_another():
         key + 0
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x.__setitem__((0, 0, 0), 7),
+        lambda x: x.__setitem__(0, x[0] * 2),
+        lambda x: torch.mul(torch.ones(()), 2, out=x),
+        lambda x: torch._foreach_mul_([x], 2.0),
+    ],
+)
+def test_a_stored_tensor_is_not_changed_in_place(change):
+    key, value = filled().update(*drawn())
+    before = key.clone()
+    with pytest.raises(RuntimeError, match="keys of a cache layer must not be changed in place"):
+        change(key)
+    assert torch.equal(key, before)
+    assert torch.equal(torch.zeros_like(before).add_(key), before)
+    with pytest.raises(RuntimeError, match="values of a cache layer"):
+        change(value)
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_gradient_of_stored_tokens_is_refused_by_name(side):
     states = drawn()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ class Stored(torch.Tensor):  # type: ignore[misc]
 
     It says shape, dtype and device as the decoded tensor would. Our attention function takes the cache behind it; any
     operation of torch decodes first and goes on with a plain tensor, so that every other attention gets what it knows.
+    A view of it is one of such a tensor. Operations that would change it in place raise RuntimeError.
     """
 
     layer: KVNumbaLayer
@@ -38,11 +39,23 @@ class Stored(torch.Tensor):  # type: ignore[misc]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = tree_map_only(cls, cls.decoded, (args, kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.is_write:
+                    tree_map_only(cls, cls._refuse_write, args[i] if i < len(args) else kwargs.get(argument.name))
+        args, kwargs = tree_map_only(cls, cls.decoded, (args, kwargs))
         return func(*args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._refuse_write()
+
+    def _refuse_write(self) -> None:
+        raise RuntimeError(
+            f"{self.side} of a cache layer must not be changed in place, for what is stored would stay as it is; "
+            "clone() them first"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Stored({self.side}, shape={list(self.shape)}, dtype={self.dtype})"
