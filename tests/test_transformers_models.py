@@ -94,6 +94,15 @@ def test_attention_on_codes_gives_what_eager_attention_on_the_decoded_tensors_gi
     assert added <= 0.1 * caused
 
 
+@pytest.mark.parametrize("implementation", ["kvnumba", "eager"])
+def test_a_compiled_model_runs_cache_and_attention_outside_its_graphs(implementation):
+    model, inputs = tiny("Llama"), prompts()
+    expected = generated(model, implementation, KVNumbaCache(model.config, **PLAIN), inputs)
+    model.forward = torch.compile(model.forward, backend="eager")
+    for cache in (KVNumbaCache(model.config, **PLAIN), StaticCache(model.config, max_cache_len=48)):
+        assert apart(generated(model, implementation, cache, inputs), expected) < 1e-4
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_models_of_narrow_floats(dtype):
     """The difference of two implementations is of the size of the rounding of the type, as that of eager and sdpa."""

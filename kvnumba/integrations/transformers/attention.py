@@ -13,6 +13,7 @@ from kvnumba.integrations.transformers.standin import Stored
 from kvnumba.integrations.transformers.tensors import NAME, to_numpy, to_torch, without_gradient
 
 
+@torch.compiler.disable
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

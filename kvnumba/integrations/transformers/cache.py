@@ -60,6 +60,7 @@ class KVNumbaLayer(CacheLayerMixin):  # type: ignore[misc]
 
     # ---- the main work
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
