@@ -134,6 +134,11 @@ def test_a_gradient_of_any_argument_is_refused_by_name(name):
         assert not attention_forward(Module(), **given)[0].requires_grad
 
 
+def test_a_mask_of_integers_is_refused_for_it_may_mean_either():
+    with pytest.raises(TypeError, match=r"attention_mask of .* must be bool or a float type, got torch.int64; pass"):
+        attention_forward(Module(), *made(), torch.ones(1, 1, 5, 12, dtype=torch.int64))
+
+
 def test_tensors_elsewhere_are_refused_by_name():
     q, k, v = (x.to("meta") for x in made())
     with pytest.raises(TypeError, match="key must be in CPU memory, got a tensor on device meta"):

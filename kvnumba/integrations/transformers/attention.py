@@ -102,8 +102,13 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 def _mask(mask: torch.Tensor, length: int) -> Any:
     """A mask of transformers as ours: over the keys there are, hidden ones at ``-inf``."""
     mask = mask[..., :length]
+    if mask.dtype is torch.bool:
+        return to_numpy("attention_mask", mask)
     if not mask.is_floating_point():
-        return to_numpy("attention_mask", mask.bool())
+        raise TypeError(
+            f"attention_mask of shape {list(mask.shape)} must be bool or a float type, got {mask.dtype}; "
+            "pass attention_mask.bool() if 1 keeps the key"
+        )
     lowest = torch.finfo(mask.dtype).min
     return to_numpy("attention_mask", mask.masked_fill(mask <= lowest, -torch.inf))
 
