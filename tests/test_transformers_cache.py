@@ -281,6 +281,30 @@ def test_a_file_holds_every_layer_bit_for_bit(k_format, v_format, tmp_path):
     assert not (tmp_path / "empty").exists()
 
 
+def test_a_loaded_cache_has_the_capacity_asked_for_and_the_dtype_of_the_model(tmp_path):
+    cache = KVNumbaCache(config(num_hidden_layers=1))
+    cache.update(*drawn(S=40, dtype=torch.bfloat16), layer_idx=0)
+    cache.save(tmp_path / "cache")
+    model = config(num_hidden_layers=1, dtype=torch.bfloat16)
+    layer = KVNumbaCache.load(tmp_path / "cache", model, capacity=500).layers[0]
+    assert layer.stored.capacity >= 500
+    assert torch.equal(layer.keys, cache.layers[0].keys)
+    assert layer.keys.dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"k must have shape \[2, 2, S, 16\] .* got \[2, 4, 1, 16\]"):
+        layer.update(*drawn(H=4))
+    assert layer.get_seq_length() == 40
+
+
+@pytest.mark.parametrize("kind", ["window", "rows"])
+def test_a_file_of_other_caches_is_refused(kind, tmp_path):
+    other = kv.KVCaches(1, 2, 16, batch_size=2, window=64 if kind == "window" else None)
+    x = np.zeros((2, 2, 3, 16), np.float32)
+    other.append(0, x, x, **({} if kind == "window" else {"lengths": [3, 1]}))
+    other.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="path must be a file of caches without a window, rows of one length"):
+        KVNumbaCache.load(tmp_path / "cache", config(num_hidden_layers=1))
+
+
 def test_bytes_are_those_of_the_codes():
     model = tiny("Llama")
     sizes = {}

@@ -294,22 +294,45 @@ class KVNumbaCache(Cache):  # type: ignore[misc]
         interchange.save_layers(path, "KVCaches", layers)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], config: PreTrainedConfig, **options: Any) -> KVNumbaCache:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        config: PreTrainedConfig,
+        *,
+        capacity: int = 0,
+        attend_stored: bool = False,
+    ) -> KVNumbaCache:
         """Return a cache that goes on from what `save` wrote; the formats are those of the file.
 
         Parameters
         ----------
         path : str or path
         config : PreTrainedConfig
-            ``model.config``: its number of layers must be that of the file.
+            ``model.config``: its number of layers must be that of the file. Heads and channels, which configs do not
+            tell in one way, are compared by the first `update`.
         capacity, attend_stored
             As of `KVNumbaCache`.
+
+        Raises
+        ------
+        ValueError
+            Another number of layers; caches with a window, or with rows of different lengths.
         """
         caches = KVCaches.load(path)
+        for i, cache in enumerate(caches):
+            if cache.spec.window is not None or len(set(cache.lengths)) > 1:
+                raise ValueError(
+                    f"path must be a file of caches without a window, rows of one length, got {cache} as layer {i}"
+                )
         formats = [(cache.spec.k_format, cache.spec.v_format) for cache in caches]
-        made = cls(config, k_format=[k for k, _ in formats], v_format=[v for _, v in formats], **options)
+        made = cls(
+            config, k_format=[k for k, _ in formats], v_format=[v for _, v in formats], capacity=capacity,
+            attend_stored=attend_stored,
+        )  # fmt: skip
+        dtype = config.get_text_config(decoder=True).dtype or torch.float32
         for layer, cache in zip(made._ours("load"), caches, strict=True):
-            layer._cache, layer.dtype = cache, torch.float32
+            cache.reserve(layer.capacity)
+            layer._cache, layer.dtype = cache, dtype
         return made
 
     # ---- what it is
