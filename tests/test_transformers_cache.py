@@ -122,6 +122,35 @@ def test_a_refused_update_changes_nothing():
     assert torch.equal(layer.keys, before)
 
 
+def test_a_refused_first_update_leaves_the_shape_open():
+    layer = KVNumbaLayer()
+    k, v = drawn(B=2)
+    k[0, 0, 0, 3] = torch.nan
+    for wrong in ((k, v), (v, v[:1])):
+        with pytest.raises(ValueError, match="must"):
+            layer.update(*wrong)
+        assert not layer.is_initialized
+    layer.update(*drawn(B=1))
+    assert layer.batch_size == 1
+
+
+@pytest.mark.parametrize("before", [0, 40])
+def test_a_model_of_more_layers_is_refused_and_leaves_nothing_behind(before):
+    cache = KVNumbaCache(config(num_hidden_layers=2))
+    if before:
+        cache.update(*drawn(S=before), layer_idx=0)
+        cache.update(*drawn(S=before), layer_idx=1)
+    keys = [layer.keys for layer in cache.layers]
+    for i in range(2):
+        cache.update(*drawn(S=5, seed=1), layer_idx=i)
+    with pytest.raises(ValueError, match="a layer for each of the model, got 2 layers, and tokens of layer 2"):
+        cache.update(*drawn(S=5, seed=1), layer_idx=2)
+    for layer, old in zip(cache.layers, keys, strict=True):
+        assert layer.get_seq_length() == before
+        assert layer.is_initialized is bool(before)
+        assert old is None or torch.equal(layer.keys, old)
+
+
 # ---- tensors
 
 

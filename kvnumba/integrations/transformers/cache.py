@@ -118,6 +118,13 @@ class KVNumbaLayer(CacheLayerMixin):  # type: ignore[misc]
             self._cache.truncate(max(len(self._cache) + tokens_to_remove, 0))
             self.version += 1
 
+    def _undo(self, count: int) -> None:
+        """Take back *count* tokens, and the size of the batch if none are left."""
+        if self.get_seq_length() > count:
+            self.crop(-count)
+        else:
+            self.reset()
+
     def reset(self) -> None:
         """Forget all tokens; the next ones may come in a batch of another size."""
         self._cache = None
@@ -254,6 +261,31 @@ class KVNumbaCache(Cache):  # type: ignore[misc]
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**option))
         super().__init__(layers=layers)
+
+    # ---- the main work
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`KVNumbaLayer.update` of one layer.
+
+        Raises
+        ------
+        ValueError
+            There is no such layer. What the layers before it took in the same call of the model is taken back.
+        """
+        if layer_idx >= len(self.layers):
+            for layer in self.layers:
+                if isinstance(layer, KVNumbaLayer):
+                    layer._undo(key_states.shape[2])
+            raise ValueError(
+                f"the cache must have a layer for each of the model, got {len(self.layers)} layers, and tokens of "
+                f"layer {layer_idx}, counted from 0; make it with KVNumbaCache(model.config) of this model"
+            )
+        made: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(
+            key_states, value_states, *args, **kwargs
+        )
+        return made
 
     # ---- snapshots
 
