@@ -258,6 +258,9 @@ def test_formats_by_layer():
         KVNumbaCache(config(), k_format=["int8", "int4"])
     with pytest.raises(ValueError, match=r"v_format must be one of .* got 'int2'"):
         KVNumbaCache(config(), v_format="int2")
+    for wrong in (None, 8, (name for name in formats)):
+        with pytest.raises(TypeError, match="k_format must be one of"):
+            KVNumbaCache(config(), k_format=wrong)
     with pytest.raises(TypeError, match=r"config must be the config of a model \(model.config\), got str"):
         KVNumbaCache("llama")
 

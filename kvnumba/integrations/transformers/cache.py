@@ -387,8 +387,8 @@ class KVNumbaCache(Cache):  # type: ignore[misc]
 
 def _each(name: str, value: str | Sequence[str], count: int) -> list[str]:
     """*value* for each layer."""
-    if isinstance(value, str):
-        return [value] * count
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [checks.format(name, value)] * count
     if len(value) != count:
         raise ValueError(f"{name} must have an entry for each of the {count} layers of the model, got {len(value)}")
     return list(value)
