@@ -82,11 +82,10 @@ class KVNumbaLayer(CacheLayerMixin):  # type: ignore[misc]
         TypeError, ValueError
             As `KVCache.append`; nothing is stored then.
         """
-        if self._cache is None:
-            self.lazy_initialization(key_states, value_states)
-        cache = self.stored
+        cache = self._made(key_states, value_states) if self._cache is None else self._cache
         first = len(cache) == 0
         cache.append(to_numpy("key_states", key_states), to_numpy("value_states", value_states))
+        self._cache, self.dtype = cache, key_states.dtype
         self.version += 1
         if first and not self.attend_stored:
             return key_states, value_states
@@ -98,9 +97,11 @@ class KVNumbaLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make an empty cache for tensors of these shapes, [B, H_kv, S, D], and this dtype."""
-        self.dtype = key_states.dtype
+        self._cache, self.dtype = self._made(key_states, value_states), key_states.dtype
+
+    def _made(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KVCache:
         batch, heads, _, dim = key_states.shape
-        self._cache = KVCache(
+        return KVCache(
             heads, dim, k_format=self.k_format, v_format=self.v_format, batch_size=batch, capacity=self.capacity,
             v_head_dim=value_states.shape[-1],
         )  # fmt: skip
