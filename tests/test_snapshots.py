@@ -303,12 +303,13 @@ class Both(kv.KVCache):
     ids=["append", "truncate", "reset", "consume"],
 )
 def test_an_operation_that_is_interrupted_anywhere_leaves_snapshots_as_they_were(rng, make, operation, first):
-    x = normal(rng, 1, 2, 70, 16)
+    x, twin = normal(rng, 1, 2, 70, 16), INTERRUPTED[make]()
+    twin.append(x)
+    before = twin.contiguous()
     for step in itertools.count():
         cache = INTERRUPTED[make]()
         cache.append(x)
         snapshot, other = cache.freeze(), copy.copy(cache)
-        before = cache.contiguous()
         if not first:  # another owner has written past the tokens of the cache
             other.append(x[:, :, :1])
         ended = interrupted(lambda cache=cache: operation(cache, x), step)
