@@ -343,6 +343,14 @@ def count(name: str, value: Any) -> int:
     return number
 
 
+def layer(value: Any, num_layers: int, lowest: int = 0) -> int:
+    """Return *value* as int if there is such a layer, counted from 0; else TypeError or IndexError."""
+    number = _integer("layer", value, f"an integer from {lowest} to {num_layers - 1}")
+    if not lowest <= number < num_layers:
+        raise IndexError(f"layer must be from {lowest} to {num_layers - 1}, for {num_layers} layers, got {number}")
+    return number
+
+
 def axis(value: Any) -> int:
     """Return *value* as int if it can be the number of an axis, counted from 0."""
     number = count("axis", value)

@@ -65,16 +65,19 @@ class KVCaches(Sequence[KVCache]):
     # ---- the main work
 
     def append(self, layer: int, k: Any, v: Any, **options: Any) -> None:
-        """`KVCache.append` of one layer."""
-        self._layers[layer].append(k, v, **options)
+        """`KVCache.append` of one layer, counted from 0; IndexError where there is no such layer."""
+        self._layer(layer).append(k, v, **options)
 
     def attend(self, layer: int, q: Any, **options: Any) -> Any:
-        """`KVCache.attend` of one layer."""
-        return self._layers[layer].attend(q, **options)
+        """`KVCache.attend` of one layer, as `append`."""
+        return self._layer(layer).attend(q, **options)
 
     def step(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        """`KVCache.step` of one layer."""
-        return self._layers[layer].step(q, k, v, **options)
+        """`KVCache.step` of one layer, as `append`."""
+        return self._layer(layer).step(q, k, v, **options)
+
+    def _layer(self, layer: int) -> KVCache:
+        return self._layers[checks.layer(layer, len(self._layers))]
 
     # ---- state
 
@@ -179,7 +182,9 @@ class KVCaches(Sequence[KVCache]):
     @overload
     def __getitem__(self, index: slice) -> list[KVCache]: ...
     def __getitem__(self, index: int | slice) -> KVCache | list[KVCache]:
-        return self._layers[index]
+        if isinstance(index, slice):
+            return self._layers[index]
+        return self._layers[checks.layer(index, len(self._layers), -len(self._layers))]
 
     def __iter__(self) -> Iterator[KVCache]:
         return iter(self._layers)
@@ -200,7 +205,10 @@ class KVCaches(Sequence[KVCache]):
         return sum(layer.nbytes_allocated for layer in self._layers)
 
     def __repr__(self) -> str:
-        return f"KVCaches({len(self)} layers, length={self.length}, nbytes={self.nbytes})"
+        longest = max(len(layer) for layer in self._layers)
+        most = f" (of the longest layer {longest})" if longest > self.length else ""
+        layers = f"{len(self)} layer{'s' if len(self) > 1 else ''}"
+        return f"KVCaches({layers}, length={self.length}{most}, nbytes={self.nbytes})"
 
 
 def layer_formats(num_layers: int, inner: str = "int4", outer: str = "int8", count: int = 2) -> list[str]:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -87,7 +87,7 @@ def write(path: Any, kind: str, settings: Mapping[str, Any], parts: Iterable[Par
         The file cannot be written. What was there before is untouched.
     """
     text, parts = json.dumps({"class": kind, **settings}, separators=(",", ":")), list(parts)
-    with _replacing(_target(path)) as file:
+    with _replacing(path) as file:
         header = _header(text, parts, _NO_SUM)
         file.write(header)
         out = _Writer(file)
@@ -361,8 +361,12 @@ def _target(path: Any) -> Path:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
-    """A new file beside *target*, which takes its place when the block ends well and vanishes when it does not."""
+def _replacing(path: Any) -> Iterator[BinaryIO]:
+    """A new file beside that of *path*, which takes its place when the block ends well and vanishes when it does not.
+
+    An OSError names *path*, not the new file.
+    """
+    target = _target(path)
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
@@ -372,8 +376,11 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
         if target.exists():
             os.chmod(temporary, target.stat().st_mode & 0o7777)
         os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         raise
     _sync_folder(target.parent)
 

@@ -254,6 +254,31 @@ def test_layers_are_cut_frozen_and_reset_together(rng):
     assert caches.nbytes_allocated >= caches.nbytes == 0
 
 
+@pytest.mark.parametrize(
+    ("layer", "error", "got"),
+    [
+        (2, IndexError, "from 0 to 1, for 2 layers, got 2"),
+        (-1, IndexError, "from 0 to 1, for 2 layers, got -1"),
+        (True, TypeError, "an integer from 0 to 1, got True of type bool"),
+        (1.0, TypeError, "an integer from 0 to 1, got 1.0 of type float"),
+    ],
+)
+def test_a_layer_that_is_not_there_is_named(rng, layer, error, got):
+    caches = kv.KVCaches(2, 1, 8)
+    k, v = data(rng, caches[0], 3)
+    for call in (caches.append, caches.step, caches.attend):
+        with pytest.raises(error, match=f"layer must be {got}"):
+            call(layer, *[k, k, v][: 3 if call == caches.step else 2 if call == caches.append else 1])
+    assert [len(cache) for cache in caches] == [0, 0]
+    caches.append(np.int64(1), k, v)
+    assert caches[-1] is caches[1]
+    for index, kind in ((2, IndexError), (-3, IndexError), (True, TypeError)):
+        with pytest.raises(kind, match=r"layer must be .*from -2 to 1"):
+            caches[index]
+    assert repr(caches).startswith("KVCaches(2 layers, length=0 (of the longest layer 3), nbytes=")
+    assert repr(kv.KVCaches(1, 1, 8)) == "KVCaches(1 layer, length=0, nbytes=0)"
+
+
 def test_rows_of_all_layers_are_chosen_together(rng):
     caches = kv.KVCaches(2, 1, [8, 16], k_format="int8", v_format="int4", batch_size=2)
     for i, cache in enumerate(caches):
@@ -602,10 +627,17 @@ def test_permissions_and_links_are_those_of_the_old_file(tmp_path):
         cache.save("/dev/null")
 
 
-def test_a_folder_that_is_not_there_is_not_made(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        kv.ConcatCache(0).save(tmp_path / "none" / "state")
-    assert list(tmp_path.iterdir()) == []
+def test_a_folder_that_is_not_there_is_not_made_and_the_path_given_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "none" / "state", "none/state"):
+        with pytest.raises(FileNotFoundError) as caught:
+            kv.ConcatCache(0).save(path)
+        assert caught.value.filename == os.fspath(path)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as caught:
+        kv.ConcatCache(0).save("file/state")
+    assert caught.value.filename == "file/state"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
