@@ -306,4 +306,5 @@ def test_two_sessions_of_one_model_do_not_share_states():
     one, two = graph.Session(folded()), graph.Session(folded())
     one.run(steps((3,))[0])
     assert (one.length, two.length) == (3, 0)
+    assert repr(graph.Session(fused())).startswith("Session(1 state, length=0")
     assert repr(one).startswith("Session(2 states, length=3")

@@ -259,7 +259,8 @@ class Session:
         raise TypeError("a Session cannot be copied; make another of the same model, and unfreeze a snapshot in it")
 
     def __repr__(self) -> str:
-        return f"Session({len(self._nodes)} states, length={self.length}, nbytes={self.nbytes})"
+        states = f"{len(self._nodes)} state{'s' if len(self._nodes) > 1 else ''}"
+        return f"Session({states}, length={self.length}, nbytes={self.nbytes})"
 
 
 class _Facts:
