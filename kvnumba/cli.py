@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,7 +72,7 @@ def demo(
         raise typer.Exit(2) from None
 
 
-FORMATS_HELP = "Formats with commas between, each as K or K/V, or all."
+FORMATS_HELP = "Formats with commas between, each as K or K/V, or all: 25 pairs, some 10 minutes to compile, once."
 
 
 def quantize(
@@ -115,7 +116,7 @@ def dequantize(
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A saved cache, an array, or an ONNX model.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A saved cache or session, arrays, or an ONNX model.")],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell what a file holds: formats, lengths and bytes of caches, shapes of arrays, the caches of a model."""
@@ -168,7 +169,11 @@ def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"kvnumba: {error}", err=True)
             raise typer.Exit(error.code) from None
         except OSError as error:
-            typer.echo(f"kvnumba: {error.strerror or error}: {error.filename}", err=True)
+            named = f": {error.filename}" if error.strerror and error.filename else ""
+            typer.echo(f"kvnumba: {error.strerror or error}{named}", err=True)
+            raise typer.Exit(1) from None
+        except MemoryError as error:
+            typer.echo(f"kvnumba: not enough memory: {error or 'for what was asked'}", err=True)
             raise typer.Exit(1) from None
 
     return call
@@ -184,7 +189,31 @@ def _need(packages: Sequence[str], what: str, extra: str) -> None:
 
 app = None
 if typer is not None:
-    app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    #: What is raised for arguments that a command does not take.
+    UsageError: Any = typer.BadParameter.__base__
+
+    class OneLine(typer.core.TyperGroup):
+        """The commands, with one line in place of a box for wrong arguments too."""
+
+        def make_context(self, *args: Any, **options: Any) -> Any:
+            with _one_line():
+                return super().make_context(*args, **options)
+
+        def invoke(self, context: Any) -> Any:
+            with _one_line():
+                return super().invoke(context)
+
+    @contextmanager
+    def _one_line() -> Iterator[None]:
+        try:
+            yield
+        except UsageError as error:
+            message = " ".join(error.format_message().split()).rstrip(".")
+            command = f"kvnumba {error.ctx.info_name} " if error.ctx and error.ctx.parent else "kvnumba "
+            typer.echo(f"kvnumba: {message}; see {command}--help", err=True)
+            raise typer.Exit(2) from None
+
+    app = typer.Typer(cls=OneLine, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
     app.callback(invoke_without_command=True)(about)
     app.command()(demo)
     for command in (quantize, dequantize, inspect, bench, doctor, warmup):

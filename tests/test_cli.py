@@ -1,11 +1,14 @@
 """The commands of ``kvnumba`` besides the demo."""
 
 import errno
+import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -39,6 +42,14 @@ def refused(*arguments, code=1):
 
 def values(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def zipped(name):
+    """A zip archive of one member that is no array."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr(name, b"nonsense")
+    return made.getvalue()
 
 
 # ---- quantize, dequantize
@@ -265,6 +276,144 @@ def test_inspect_says_once_what_all_layers_have_in_common_and_wraps_nothing(tmp_
         assert sum(line[-2:] == ["240", "│"] for line in lines) == 4
 
 
+def lines_of(*arguments):
+    """What a call that succeeds prints, as lines of words, without the lines of tables."""
+    result = call(*arguments, columns=80)
+    assert result.exit_code == 0, result.output
+    return [[word for word in line.split() if word not in "│┃"] for line in result.output.splitlines()]
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.safetensors"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_inspect_lists_each_array_of_a_file(tmp_path, name, count):
+    from safetensors.numpy import save_file
+
+    arrays = {f"a{i}": values(2, 3) for i in range(count)}
+    np.savez(tmp_path / name, **arrays) if name.endswith("npz") else save_file(arrays, tmp_path / name)
+    dtype = "float32" if name.endswith("npz") else "F32"
+    found = told("inspect", tmp_path / name)
+    assert found["arrays"] == [{"name": one, "shape": [2, 3], "dtype": dtype} for one in arrays]
+    if count > 1:
+        rows = lines_of("inspect", tmp_path / name)
+        assert [row for row in rows if row[:1] and row[0] in arrays] == [[one, "2,", "3", dtype] for one in arrays]
+
+
+def session_file(path, *states):
+    """A file as `graph.Session.save` writes it."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for i, state in enumerate(states):
+            state.save(path.with_suffix(".part"))
+            archive.write(path.with_suffix(".part"), f"{i}.safetensors")
+    path.with_suffix(".part").unlink()
+
+
+def states():
+    made = (
+        kv.KVCache(2, 16, k_format="int8", v_format="int4"),
+        kv.QuantizedCache("per_token", 4),
+        kv.ConcatCache(axis=1),
+    )
+    made[0].append(values(1, 2, 40, 16), values(1, 2, 40, 16))
+    made[1].append(values(41, 8))
+    made[2].append(values(2, 42))
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_inspect_shows_each_state_of_a_session(tmp_path, count):
+    session_file(tmp_path / "state.kv", *states()[:count])
+    found = told("inspect", tmp_path / "state.kv")
+    classes = ["KVCache", "QuantizedCache", "ConcatCache"][:count]
+    assert (found["kind"], found["length"]) == ("Session", 40)
+    assert found["nbytes"] == sum(state.nbytes for state in states()[:count])
+    assert [(row["class"], row["length"]) for row in found["states"]] == list(zip(classes, (40, 41, 42)))
+    assert found["states"][0]["shape"] == [1, 2, 40, 16]
+    assert [row["format"] for row in found["states"]] == ["int8/int4", "int4 per_token", "float32"][:count]
+    rows = lines_of("inspect", tmp_path / "state.kv")
+    assert [row[1] for row in rows if len(row) > 1 and row[1] in classes] == classes
+
+
+@pytest.mark.onnx
+def test_inspect_reads_what_a_session_of_a_graph_saved(tmp_path):
+    pytest.importorskip("onnx", reason="onnx is not installed")
+    pytest.importorskip("onnx_ir", reason="onnx-ir is not installed")
+    from graphs import attention
+
+    from kvnumba import graph
+
+    session = graph.Session(graph.fold_kv_cache(attention("grouped")), backend="reference")
+    session.save(tmp_path / "state.kv")
+    assert [row["class"] for row in told("inspect", tmp_path / "state.kv")["states"]] == ["ConcatCache"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        (
+            "x",
+            b"garbage" * 9,
+            "must be a saved cache, .* npy, npz or safetensors .* ONNX .*, got a file of another kind",
+        ),
+        ("x.npy", b"", "got a file of another kind"),
+        ("x.nnef.tgz", b"\x1f\x8b" + bytes(50), "got a file of another kind"),
+        ("x.kv", b"PK\x03\x04" + bytes(50), "got a damaged zip archive"),
+        ("x.npy", b"\x93NUMPY\x01\x00\x76\x00{'shape': (3,", "must be an npy file of numbers: "),
+        ("x.safetensors", b"garbage" * 9, "must be a safetensors file of numbers: "),
+        ("x", zipped("a.txt"), "got a zip archive without arrays"),
+        ("x", zipped("a.npy"), "must be an npz file of numbers: a.npy is no array"),
+        ("x", zipped("0.safetensors"), "x is damaged, 0.safetensors: it is not the file of a cache"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_no_known_kind(tmp_path, name, data, words):
+    (tmp_path / name).write_bytes(data)
+    for command in (["inspect", tmp_path / name], ["quantize", tmp_path / name, tmp_path / "out"]):
+        message = refused(*command)
+        assert "pickle" not in message
+        if command[0] == "inspect":
+            assert re.search(words, message), message
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_damaged_state_of_a_session_is_named(tmp_path):
+    session_file(tmp_path / "state.kv", *states())
+    data = bytearray((tmp_path / "state.kv").read_bytes())
+    data[2000] ^= 1
+    (tmp_path / "state.kv").write_bytes(data)
+    assert "state.kv is damaged, 0.safetensors: Bad CRC-32" in refused("inspect", tmp_path / "state.kv")
+
+
+def raw_safetensors(path, dtype, size):
+    header = json.dumps({"x": {"dtype": dtype, "shape": [4, 4], "data_offsets": [0, size]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+
+
+def test_types_that_numpy_does_not_have_are_read_or_named(tmp_path):
+    raw_safetensors(tmp_path / "f8.safetensors", "F8_E4M3", 16)
+    assert "x must be F64, F32, F16, BF16 or integers, got F8" in refused(
+        "quantize", tmp_path / "f8.safetensors", tmp_path / "out"
+    )
+    pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    raw_safetensors(tmp_path / "bf.safetensors", "BF16", 32)
+    assert told("quantize", tmp_path / "bf.safetensors", tmp_path / "out")["max_error"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "No such command 'nothing'"),
+        (["--nothing"], "No such option: --nothing"),
+        (["bench", "--nothing"], "No such option: --nothing; see kvnumba bench --help"),
+        (["quantize", "x"], "Missing argument 'OUT'; see kvnumba quantize --help"),
+        (["quantize", "x", "y", "--block", "0"], "Invalid value for '--block'"),
+        (["quantize", "x", "y", "--bits", "x"], "Invalid value for '--bits'"),
+        (["bench", "--threads", "0"], "Invalid value for '--threads'"),
+        (["demo", "--tokens", "0"], "Invalid value for '--tokens'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, words):
+    assert words in refused(*arguments, code=2)
+
+
 @pytest.mark.onnx
 def test_inspect_prints_the_caches_of_an_onnx_model(tmp_path):
     onnx = pytest.importorskip("onnx", reason="onnx is not installed")
@@ -276,6 +425,9 @@ def test_inspect_prints_the_caches_of_an_onnx_model(tmp_path):
     assert [(row["node"], row["shape"]) for row in rows] == [
         ("past_k.cache", ["2", "2", "P+S", "8"]), ("past_v.cache", ["2", "2", "P+S", "8"]),
     ]  # fmt: skip
+    lines = lines_of("inspect", tmp_path / "model.onnx")
+    assert ["past_k.cache", "float", "2,", "2,", "P+S,", "8", "128"] in lines
+    assert [line for line in lines if line[:1] == ["kind"]] == [["kind", "ONNX", "model"]]
     (tmp_path / "bad.onnx").write_bytes(b"nothing")
     assert "must be an ONNX model" in refused("inspect", tmp_path / "bad.onnx")
 
@@ -298,13 +450,29 @@ def test_bench_measures_prints_and_draws(tmp_path):
     assert "--formats must be of float32" in refused("bench", "--formats", "int9", code=2)
     assert "--lengths must be positive numbers" in refused("bench", "--lengths", "0", code=2)
     assert "--plot must be a file that ends in .png or .svg" in refused("bench", "--plot", tmp_path / "x.gif", code=2)
+    assert "in a folder that exists" in refused("bench", "--plot", tmp_path / "no" / "x.png", code=2)
+
+
+@pytest.mark.parametrize("count", [2, 25])
+def test_no_sign_of_a_plot_hides_another(count):
+    rows = [{"format": str(i), "tokens": n, "milliseconds": n} for n in (10, 20) for i in range(count)]
+    drawn = "".join(line.partition("|")[2] for line in bench.terminal_plot(rows).splitlines())
+    assert len(drawn.replace(" ", "")) == 2 * count
+    assert len(set(drawn) - {" "}) == count
 
 
 @pytest.mark.plots
 def test_bench_draws_a_file(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     told("bench", "--formats", "int8", "--lengths", "64,128", "--seconds", "0.01", "--plot", tmp_path / "x.svg")
-    assert (tmp_path / "x.svg").read_text().startswith("<?xml")
+    text = (tmp_path / "x.svg").read_text()
+    assert text.startswith("<?xml")
+    for words in (
+        "reading it once at",
+        "One token: 32 query heads, 8 KV heads, 128 channels, 1 thread",
+        "<!-- 128 -->",
+    ):
+        assert words in text
 
 
 def test_doctor_tells_the_state_and_fails_with_the_self_test(monkeypatch):

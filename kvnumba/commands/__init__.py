@@ -23,7 +23,8 @@ def print_json(value: Any) -> None:
 def existing(path: Path) -> Path:
     """*path* if it is a file; else an error with exit code 2."""
     if not path.is_file():
-        raise CommandError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'nothing there'}", 2)
+        got = "a folder" if path.is_dir() else "something else" if path.exists() else "nothing there"
+        raise CommandError(f"{path} must be a file, got {got}", 2)
     return path
 
 
@@ -33,6 +34,11 @@ def free(path: Path, source: Path, force: bool) -> Path:
         raise CommandError(f"the output must be another file than the input, got {path} for both", 2)
     if path.exists() and not force:
         raise CommandError(f"{path} must not exist; give --force to replace it", 2)
+    return in_folder(path)
+
+
+def in_folder(path: Path) -> Path:
+    """*path* if its folder exists."""
     if not path.parent.is_dir():
         raise CommandError(f"{path} must be in a folder that exists, got {path.parent}", 2)
     return path

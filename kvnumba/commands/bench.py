@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 import kvnumba as kv
-from kvnumba.commands import CommandError, print_json
+from kvnumba.commands import CommandError, in_folder, print_json
 from kvnumba.commands.warmup import pairs_of
 
 #: Shape of the layer that is timed: query heads, KV heads, channels.
 SHAPE = (32, 8, 128)
-#: Signs of a plot in the terminal, by series.
-SIGNS = "ox+*#@%&"
+#: Signs of a plot in the terminal, by series: as many as there are pairs of formats.
+SIGNS = "ox+*#@%&abcdefghijklmnpqrstu"
 
 
 def bench(formats: str, lengths: str, threads: int, seconds: float, plot: Path | None, as_json: bool) -> None:
@@ -29,7 +29,7 @@ def bench(formats: str, lengths: str, threads: int, seconds: float, plot: Path |
         raise CommandError(f"--lengths must be positive numbers with commas between, got {lengths!r}", 2)
     if plot is not None and plot.suffix not in (".png", ".svg"):
         raise CommandError(f"--plot must be a file that ends in .png or .svg, got {plot}", 2)
-    drawing = _drawing() if plot is not None else None
+    drawing = _drawing() if plot is not None and in_folder(plot) else None
     result = measured(pairs, tokens, threads, seconds)
     if drawing is not None:
         draw(drawing, result, plot)
@@ -89,7 +89,7 @@ def _in_turns(caches: list[kv.KVCache], q: Any, seconds: float) -> list[float]:
 
 
 def terminal_plot(rows: list[dict[str, Any]], width: int = 60, height: int = 14) -> str:
-    """Time against tokens, both logarithmic, as text."""
+    """Time against tokens, both logarithmic, as text; a sign goes to the nearest free place of its line."""
     names = list(dict.fromkeys(row["format"] for row in rows))
     x = np.log([row["tokens"] for row in rows])
     y = np.log([row["milliseconds"] for row in rows])
@@ -97,7 +97,9 @@ def terminal_plot(rows: list[dict[str, Any]], width: int = 60, height: int = 14)
     for row, a, b in zip(rows, x, y, strict=True):
         column = 0 if np.ptp(x) == 0 else round((width - 1) * (a - x.min()) / np.ptp(x))
         line = 0 if np.ptp(y) == 0 else round((height - 1) * (b - y.min()) / np.ptp(y))
-        grid[height - 1 - line][column] = SIGNS[names.index(row["format"]) % len(SIGNS)]
+        places = grid[height - 1 - line]
+        free = min((i for i in range(width) if places[i] == " "), key=lambda i: abs(i - column), default=column)
+        places[free] = SIGNS[names.index(row["format"]) % len(SIGNS)]
     tokens = [row["tokens"] for row in rows]
     legend = "   ".join(f"{SIGNS[i % len(SIGNS)]} {name}" for i, name in enumerate(names))
     times = [row["milliseconds"] for row in rows]
@@ -121,13 +123,24 @@ def _drawing() -> Any:
 
 def draw(pyplot: Any, result: dict[str, Any], path: Path | None) -> None:
     """Time of a step against tokens; dashed: the time it takes to read the cache once."""
+    from matplotlib.ticker import LogLocator
+
+    q_heads, kv_heads, dim = SHAPE
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name in dict.fromkeys(row["format"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["format"] == name]
         tokens = [row["tokens"] for row in rows]
         (line,) = axes.loglog(tokens, [row["milliseconds"] for row in rows], "o-", label=name)
         axes.loglog(tokens, [row["at_bandwidth"] for row in rows], "--", color=line.get_color())
+    axes.plot([], [], "--", color="gray", label=f"reading it once at {result['bandwidth_gb_per_s']:.1f} GB/s")
+    axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
     axes.set(xlabel="tokens in the cache", ylabel="milliseconds of a step")
+    threads = "1 thread" if result["threads"] == 1 else f"{result['threads']} threads"
+    axes.set_title(f"One token: {q_heads} query heads, {kv_heads} KV heads, {dim} channels, {threads}", fontsize=10)
     axes.legend()
     figure.savefig(path)
     pyplot.close(figure)

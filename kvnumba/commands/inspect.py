@@ -3,47 +3,65 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import kvnumba as kv
 from kvnumba.commands import CommandError, existing, print_json
-from kvnumba.commands.tensors import open_array
+from kvnumba.commands.tensors import Source, open_arrays
 
 #: Longest header of a file of this package that is looked at.
 _HEADER = 1 << 26
 CLASSES = {name: getattr(kv, name) for name in ("KVCache", "KVCaches", "QuantizedTensor", "QuantizedCache")}
 CLASSES |= {name: getattr(kv, name) for name in ("ConcatCache", "InPlaceCache")}
+#: Kinds of files, in words.
+KNOWN = "a saved cache, QuantizedTensor or graph Session, an npy, npz or safetensors file, or an ONNX model (.onnx)"
+#: Rows that a file may hold: the title of their table, and what is a column of it even if it is the same in all rows.
+TABLES = {
+    "layers": ("caches", ("lengths", "nbytes", "format", "shape", "bytes_per_token")),
+    "states": ("states in the order of nodes", ("state", "class", "format", "shape", "length", "nbytes")),
+    "arrays": ("arrays", ("shape", "dtype")),
+}
 
 
 def inspect(path: Path, as_json: bool) -> None:
-    """Print what a saved cache, a quantized array, an array or an ONNX model holds."""
+    """Print what a saved cache or session, a quantized array, an array or an ONNX model holds."""
     told = described(existing(path))
     if as_json:
         print_json(told)
         return
     from kvnumba.commands.progress import rows, table
 
-    layers = told.pop("layers", None)
+    listed = {name: told.pop(name) for name in TABLES if name in told}
     table(told)
-    if layers:
-        rows("caches", layers)
+    for name, found in listed.items():
+        title, columns = TABLES[name]
+        if "kind" in found[0]:  # of a node of a model: here another word than that for the kind of the file
+            found = [{"node": row["node"], "operator": row["kind"], **row} for row in found]
+            found = [{key: row[key] for key in row if key != "kind"} for row in found]
+        rows(title, found, columns if len(found) > 1 or name == "states" else ())
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Names and values; "layers" are rows."""
+    """Names and values; those of `TABLES` are rows."""
     size = path.stat().st_size
     told: dict[str, Any] = {"file": str(path), "file_bytes": size}
     if path.suffix == ".onnx":
         return told | _model(path)
-    kind = _class_of(path)
-    if kind is not None:
-        try:
+    try:
+        if (kind := _class_of(path)) is not None:
             return told | _loaded(kind, CLASSES[kind].load(path))
-        except ValueError as error:
-            raise CommandError(str(error)) from None
-    array = open_array(path, None)
-    return told | {"kind": "array", "shape": list(array.shape), "dtype": array.dtype}
+        if members := _states_of(path):
+            return told | _session(path, members)
+    except (ValueError, RuntimeError) as error:  # damaged; caches need compiled code
+        raise CommandError(str(error)) from None
+    names, get = open_arrays(path, KNOWN)
+    if names is None:
+        return told | {"kind": "array"} | _array(get(""))
+    return told | {"kind": "arrays", "arrays": [{"name": name} | _array(get(name)) for name in names]}
 
 
 def _class_of(path: Path) -> str | None:
@@ -72,6 +90,61 @@ def _loaded(kind: str, one: Any) -> dict[str, Any]:
     return told | {name: getattr(one, name) for name in names}
 
 
+def _array(array: Source) -> dict[str, Any]:
+    return {"shape": list(array.shape), "dtype": array.dtype}
+
+
+def _states_of(path: Path) -> list[str]:
+    """Members of a file of a session, a state each; none for any other file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [info.filename for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED]
+    except Exception:  # whatever the reader raises for what is no archive
+        return []
+    members = [f"{i}.safetensors" for i in range(len(found))]
+    return members if sorted(found) == sorted(members) else []
+
+
+def _session(path: Path, members: list[str]) -> dict[str, Any]:
+    """What `graph.Session.save` wrote: a row for each state."""
+    states: list[dict[str, Any]] = []
+    with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix="kvnumba-") as folder:
+        for index, member in enumerate(members):
+            one = _state(path, archive, member, os.path.realpath(folder))
+            form, shape = _form(one)
+            states.append(
+                {"state": index, "class": type(one).__name__, "format": form, "shape": shape, "length": one.length,
+                 "nbytes": one.nbytes}
+            )  # fmt: skip
+    length, nbytes = min(one["length"] for one in states), sum(one["nbytes"] for one in states)
+    return {"kind": "Session", "length": length, "nbytes": nbytes, "states": states}
+
+
+def _state(path: Path, archive: zipfile.ZipFile, member: str, folder: str) -> Any:
+    """The cache in a member of a session's file."""
+    part = Path(folder) / member
+    try:
+        archive.extract(member, folder)
+        kind = _class_of(part)
+        if kind not in ("KVCache", "QuantizedCache", "ConcatCache"):
+            raise ValueError("it is not the file of a cache")
+        return CLASSES[kind].load(part)
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged, {member}: {str(error).replace(str(part), member)}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _form(one: Any) -> tuple[str, list[int]]:
+    """Format and shape of a cache, of a `KVCache` those of the keys: [batch, num_kv_heads, length, head_dim]."""
+    if isinstance(one, kv.KVCache):
+        spec = one.spec
+        return f"{spec.k_format}/{spec.v_format}", [spec.batch_size, spec.num_kv_heads, one.length, spec.head_dim]
+    if isinstance(one, kv.QuantizedCache):
+        return f"int{one.bits} {one.layout}", list(one.contiguous().shape) if one.length else []
+    return str(one.dtype), list(one.shape)
+
+
 def _layer(index: int, cache: kv.KVCache) -> dict[str, Any]:
     spec = cache.spec
     return {
@@ -93,7 +166,8 @@ def _model(path: Path) -> dict[str, Any]:
     except graph.NoCacheError as error:
         raise CommandError(f"{path}: {error}") from None
     except Exception as error:  # whatever the reader of ONNX raises for a damaged file
-        raise CommandError(f"{path} must be an ONNX model: {str(error).splitlines()[0]}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CommandError(f"{path} must be an ONNX model: {reason}") from None
 
 
 def _folded(path: Path, graph: Any) -> Any:

@@ -31,18 +31,23 @@ def table(told: Mapping[str, Any]) -> None:
     Console().print(grid)
 
 
-def rows(title: str, found: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same names: what is the same in all of them once, a line each, the rest under a title."""
-    common = {name: value for name, value in found[0].items() if all(row[name] == value for row in found)}
+def rows(title: str, found: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+    """Print rows: what is the same in all of them once, a line each, the rest and *columns* under a title."""
+    every = dict.fromkeys(name for row in found for name in row)
+    common = {
+        name: found[0][name]
+        for name in every
+        if name not in columns and all(name in row and row[name] == found[0].get(name) for row in found)
+    }
     table(common)
-    if len(common) == len(found[0]):
+    names = [name for name in every if name not in common]
+    if not names:
         return
     listed = Table(title=title)
-    for name in found[0]:
-        if name not in common:
-            listed.add_column(name.replace("_", " "), overflow="fold")
+    for name in names:
+        listed.add_column(name.replace("_", " "), overflow="fold")
     for row in found:
-        listed.add_row(*(shown(value) for name, value in row.items() if name not in common))
+        listed.add_row(*(shown(row.get(name)) for name in names))
     Console().print(listed)
 
 
