@@ -212,7 +212,8 @@ def quality(screen: Screen, model: Model, text: Text, rows: list[Row], plan: Pla
         f"Cache: all layers, {length:,} tokens."
     )
     if plan is QUICK:
-        caption += f" Quick: the full demo takes {len(FULL.starts)} windows of {FULL.window:,} tokens."
+        caption += f" Quick: {length:,} tokens are too few to rank the formats by quality; the full demo takes "
+        caption += f"{len(FULL.starts)} windows of {FULL.window:,}."
     screen.console.print(cost_table("What a cache format costs and saves", caption, rows, QUALITY))
     screen.console.print(cost_table("", "", rows, COST))
 
