@@ -25,7 +25,7 @@ myst_heading_anchors = 3
 # Pages are built without the packages of the extras too.
 autodoc_mock_imports = [
     name
-    for name in ("onnx", "onnx_ir", "onnxruntime", "onnxruntime_extensions", "torch", "transformers")
+    for name in ("nnef", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_extensions", "torch", "transformers")
     if find_spec(name) is None
 ]
 if autodoc_mock_imports:
