@@ -58,7 +58,7 @@ class KVCache(Freezable):
         Channels of a value; *head_dim* if None.
     window : int, optional
         Keep the first 4 tokens and the newest only, in constant memory: a query at position p sees them and the keys
-        from p - window + 1 on. See the notes.
+        from p - window + 1 on. An integer, not the pair that `attend` takes. See the notes.
 
     Notes
     -----
@@ -69,11 +69,12 @@ class KVCache(Freezable):
     Large calls are shared between threads (`kvnumba.set_num_threads`); results do not depend on their number.
     One cache may be read (`attend`, `keys`, `values`) by any number of threads at once, but not while it is changed.
 
-    With a window, ``len`` still counts every token; `keys` and `values` are those in memory, at `positions`. The memory
-    has room for the window and about a third more. `attend` takes as many queries as still have their whole window;
-    `step` takes prompts of any length. At least the newest 64 tokens can be cut. ``window=(left, right)`` of `attend`,
-    within the window of the cache, hides the first tokens too. Rows must hold the same number of tokens, and there are
-    no `buffers`.
+    With a window, ``len`` still counts every token; `keys` and `values` are those in memory, at `positions`. These are
+    at most ``132 + up(window + 191) + max(256, up(window // 4))`` tokens, where ``up`` rounds up to a multiple of 128:
+    644 for a window of 64, 1,668 for 1,024, 5,508 for 4,096. `attend` takes as many queries as still have their whole
+    window; `step` takes prompts of any length. At least the newest 64 tokens can be cut. ``window=(left, right)`` of
+    `attend`, within the window of the cache, hides the first tokens too. Rows must hold the same number of tokens, and
+    there are no `buffers`.
     """
 
     #: The class of caches with a window.
@@ -194,12 +195,15 @@ class KVCache(Freezable):
         q : array_like [B, H_q, S, D]
             H_q is a multiple of H_kv; query head h reads KV head ``h // (H_q // H_kv)``.
         causal : bool
-            Query i of row b sees keys up to position length of the row - S + i.
+            Query i of row b sees keys up to position length of the row - S + i. True here and in `step`, where the
+            queries are the newest tokens; `kvnumba.attention` takes False if nothing is said.
         lengths : sequence of int [B], optional
             Row b has only lengths[b] queries, 0 to S, the first ones, and they are its last lengths[b] positions: as
             for tokens appended with these lengths. The others are padding: their result is 0, their lse -inf.
         sm_scale, mask, window, softcap, alibi_slopes, sink_logits, return_lse, out
-            As in `kvnumba.attention`; the T of a mask is the length of the longest row.
+            As in `kvnumba.attention`; the T of a mask is the length of the longest row. *window* is a pair (left,
+            right) and hides keys of this call; that of the class is one integer W and drops tokens: the same keys are
+            seen as with (W - 1, 0), and the first 4 too.
 
         Returns
         -------

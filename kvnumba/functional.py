@@ -50,7 +50,7 @@ def attention(
     k : array_like [B, H_kv, T, D]
     v : array_like [B, H_kv, T, Dv]
     causal : bool
-        Query i sees keys up to position T - S + i.
+        Query i sees keys up to position T - S + i. False here; True if nothing is said to `KVCache.attend` and `step`.
     sm_scale : float, optional
         Factor of q.k; 1/sqrt(D) if None.
     mask : array_like, optional

@@ -300,6 +300,13 @@ def test_what_a_windowed_cache_is(rng):
         type("Mine", (kv.KVCache,), {})(1, 8, window=5)
     assert (UNIT % 64, chunk_of(5) % UNIT, chunk_of(4096)) == (0, 0, 1024)
     assert limit_of(4096) < 1.35 * 4096
+    for window in (1, 64, 65, 1024, 4096, 4097):  # what docs/embedding.md says
+
+        def up(n):
+            return -(-n // 128) * 128
+
+        assert limit_of(window) == 132 + up(window + 191) + max(256, up(window // 4))
+    assert [limit_of(window) for window in (64, 1024, 4096)] == [644, 1668, 5508]
 
 
 def test_layers_may_have_windows_of_their_own(rng, tmp_path):

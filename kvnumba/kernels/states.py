@@ -15,14 +15,17 @@ NEG_INF = np.float32(-np.inf)
 
 
 class Extras(NamedTuple):
-    """What changes scores beyond their scale; None in place of it costs nothing."""
+    """What changes scores beyond their scale; None in place of it costs nothing. An empty array stands for none.
 
-    mask: Any  #: float32 [B or 1, H_q or 1, S or 1, T or 1]; added to the scores
+    Made inside ``@njit`` it needs all 8 arguments: Numba does not know the defaults of a named tuple.
+    """
+
+    mask: Any  #: float32 [B or 1, H_q or 1, S or 1, T or 1], C-contiguous; added to the scores; [0, 0, 0, 0]: none
     softcap: float  #: cap * tanh(score / cap) before the mask; 0: none
     left: int  #: keys before a query's own position that it sees; -1: all
     right: int  #: keys after it; -1: all
-    alibi_slopes: Any  #: float32 [H_q]; slope * distance is taken off the score
-    sink_logits: Any  #: float32 [H_q]; one further score without a value; -inf: none
+    alibi_slopes: Any  #: float32 [H_q]; slope * distance is taken off the score; [0]: none
+    sink_logits: Any  #: float32 [H_q]; one further score without a value, -inf for a head without; [0]: none
     sinks: int = 0  #: first keys that *left* does not hide
     dropped: int = 0  #: tokens that are no longer there between the sinks and the rest
 
