@@ -128,7 +128,7 @@ def inspect(
 def bench(
     formats: Annotated[str, typer.Option(help=FORMATS_HELP)] = "float32,int8,int4",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between.")] = "512,2048,8192",
-    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads.")] = 1,
     seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for the machine, and for each length.")] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Draw into this PNG or SVG file too.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

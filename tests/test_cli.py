@@ -407,11 +407,32 @@ def test_types_that_numpy_does_not_have_are_read_or_named(tmp_path):
         (["quantize", "x", "y", "--block", "0"], "Invalid value for '--block'"),
         (["quantize", "x", "y", "--bits", "x"], "Invalid value for '--bits'"),
         (["bench", "--threads", "0"], "Invalid value for '--threads'"),
+        (["bench", "--threads", "2000000"], "Invalid value for '--threads'"),
         (["demo", "--tokens", "0"], "Invalid value for '--tokens'"),
+        (["inspect", os.devnull], "must be a file, got something else"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, words):
     assert words in refused(*arguments, code=2)
+
+
+def test_a_folder_that_cannot_be_written_and_too_little_memory_are_one_line(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", values(4, 4))
+    assert "kvnumba: not enough memory" in refused("bench", "--lengths", 10**12, "--seconds", "0.01")
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
+    message = refused("quantize", tmp_path / "x.npy", tmp_path / "out", code=2)
+    assert f"{tmp_path / 'out'} must be in a folder that can be written" in message
+
+
+def test_inspect_without_compiled_code_is_one_line(tmp_path):
+    kv.KVCache(1, 8).save(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", "import kvnumba.cli; kvnumba.cli.main()", "inspect", str(tmp_path / "cache")],
+        capture_output=True, text=True, check=False, env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvnumba: load needs compiled code")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.onnx

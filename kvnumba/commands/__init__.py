@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def free(path: Path, source: Path, force: bool) -> Path:
 
 
 def in_folder(path: Path) -> Path:
-    """*path* if its folder exists."""
+    """*path* if its folder exists and can be written."""
     if not path.parent.is_dir():
         raise CommandError(f"{path} must be in a folder that exists, got {path.parent}", 2)
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"{path} must be in a folder that can be written, got {path.parent}", 2)
     return path
