@@ -594,9 +594,12 @@ class QuantizedCache(Freezable):
         lead = array.shape[:-2]
         rows = x.reshape(1, math.prod(lead), x.shape[-2], dim)
         if self._lead is None:
-            store = allocate_store(self._kind, 1, rows.shape[1], rows.shape[2], dim)
-            self._own(_lead=lead, _dim=dim, _store=store)
+            self._own(_lead=lead, _dim=dim, _store=self._new(rows))
         self._write(rows)
+
+    def _new(self, rows: FloatArray) -> Any:
+        """A store with room for *rows*, the first."""
+        return allocate_store(self._kind, 1, rows.shape[1], rows.shape[2], rows.shape[3])
 
     def _write(self, rows: FloatArray) -> None:
         needed = len(self) + rows.shape[2]

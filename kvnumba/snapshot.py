@@ -129,18 +129,17 @@ class Freezable:
     def _share_with(self, other: Freezable) -> None:
         """Let *other* own the same arrays."""
         with _settling:
-            if self._sharing is None:
-                self._sharing = _Sharing(self._lengths(), self._viewed)
-                self._sharing.owners.add(self)
-            self._sharing.owners.add(other)
-            other._sharing = self._sharing
+            sharing = self._sharing or _Sharing(self._lengths(), self._viewed)
+            sharing.owners.add(self)  # before it shares: an owner that is not counted would be overwritten
+            sharing.owners.add(other)
+            self._sharing = other._sharing = sharing
 
     def _leave(self) -> None:
         """Share no longer: the arrays of this cache have been, or will be, replaced."""
         with _settling:
-            if self._sharing is not None:
-                self._sharing.owners.discard(self)
-                self._sharing = None
+            sharing, self._sharing = self._sharing, None
+            if sharing is not None:
+                sharing.owners.discard(self)
         self._viewed = False
 
     def _settle(self) -> bool:

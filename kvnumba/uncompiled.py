@@ -60,8 +60,8 @@ class KVCache(cache.KVCache):
 
     _twin: reference.ReferenceKVCache
 
-    def reset(self) -> None:
-        super().reset()
+    def _restart(self, buffers: KVBuffers) -> None:
+        super()._restart(buffers)
         s = self.spec
         self._twin = reference.ReferenceKVCache(
             s.num_kv_heads, s.head_dim, k_format=s.k_format, v_format=s.v_format, batch_size=s.batch_size,
@@ -126,12 +126,12 @@ class QuantizedCache(cache.QuantizedCache):
 
     _twin: reference.ReferenceKVCache
 
+    def _new(self, rows: FloatArray) -> Any:
+        heads, dim, format = rows.shape[1], rows.shape[3], f"int{self.bits}"
+        self._twin = reference.ReferenceKVCache(heads, dim, k_format=format, v_format=format)
+        return allocate_store(self._kind, 1, heads, 0, dim)  # says the sizes
+
     def _write(self, rows: FloatArray) -> None:
-        heads, dim = rows.shape[1], rows.shape[3]
-        if self._store is None:
-            self._store = allocate_store(self._kind, 1, heads, 0, dim)  # says the sizes
-            format = f"int{self.bits}"
-            self._twin = reference.ReferenceKVCache(heads, dim, k_format=format, v_format=format)
         self._twin.append(rows, rows)
         self._state[:, LENGTH] = len(self._twin)
 

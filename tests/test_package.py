@@ -242,11 +242,26 @@ def test_example_runs(example: str, warm: Path) -> None:
     run(code, ROOT / "examples" / example, NUMBA_CACHE_DIR=str(warm / "cache"))
 
 
-def test_a_decoded_token_without_options_is_attended_without_compilation():
-    code = (
-        "import numpy as np, kvnumba as kv; cache = kv.KVCache(1, 16, k_format='int4', v_format='int8');"
-        "x = np.ones((1, 1, 5, 16), np.float32); cache.append(x, x); assert (cache.attend(x[:, :, :1]) == 1).all()"
-    )
+WITHOUT_COMPILATION = {
+    "a decoded token": (
+        "cache = kv.KVCache(1, 16, k_format='int4', v_format='int8'); cache.append(x, x);"
+        "assert (cache.attend(x[:, :, :1]) == 1).all()"
+    ),
+    "layers are taken": (
+        "layers = kv.KVCaches(2, 1, 16, window=[None, 64]); layers.append(0, x, x); layers.append(1, x, x);"
+        "old = layers.freeze(consume=True).unfreeze();"
+        "assert [one.keys().shape[2] for one in (*layers, *old)] == [0, 0, 5, 5]"
+    ),
+    "codes": (
+        "cache = kv.QuantizedCache(); cache.append(x); cache.reset(); cache.append(x);"
+        "assert (cache.contiguous() == 1).all()"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_COMPILATION)
+def test_works_without_compilation(what):
+    code = "import numpy as np, kvnumba as kv; x = np.ones((1, 1, 5, 16), np.float32);" + WITHOUT_COMPILATION[what]
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
     )

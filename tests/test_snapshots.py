@@ -299,8 +299,9 @@ class Both(kv.KVCache):
         lambda cache, _: cache.truncate(60),
         lambda cache, _: cache.reset(),
         lambda cache, _: cache.freeze(consume=True),
+        lambda cache, _: cache.freeze(),
     ],
-    ids=["append", "truncate", "reset", "consume"],
+    ids=["append", "truncate", "reset", "consume", "freeze"],
 )
 def test_an_operation_that_is_interrupted_anywhere_leaves_snapshots_as_they_were(rng, make, operation, first):
     x, twin = normal(rng, 1, 2, 70, 16), INTERRUPTED[make]()
@@ -320,6 +321,23 @@ def test_an_operation_that_is_interrupted_anywhere_leaves_snapshots_as_they_were
         if not ended:
             break
     assert step > 0
+
+
+@pytest.mark.parametrize("make", INTERRUPTED)
+def test_a_cache_whose_first_freeze_was_interrupted_does_not_erase_what_the_next_snapshot_has(rng, make):
+    x, twin = normal(rng, 1, 2, 70, 16), INTERRUPTED[make]()
+    twin.append(x)
+    before = twin.contiguous()
+    for step in itertools.count():
+        cache = INTERRUPTED[make]()
+        cache.append(x)
+        ended = interrupted(cache.freeze, step)
+        snapshot = cache.freeze()
+        cache.truncate(5)
+        assert bit_equal(snapshot.unfreeze().contiguous(), before)
+        if not ended:
+            break
+    assert step > 3
 
 
 def test_compiled_code_of_the_user_writes_into_arrays_of_one_cache_only(rng):
