@@ -10,6 +10,7 @@ import numpy as np
 from kvnumba import checks, interchange
 from kvnumba.cache import KVCache
 from kvnumba.snapshot import Snapshot, nbytes
+from kvnumba.spec import MOST
 
 
 class KVCaches(Sequence[KVCache]):
@@ -48,6 +49,8 @@ class KVCaches(Sequence[KVCache]):
         window: int | Sequence[int | None] | None = None,
     ) -> None:
         count = checks.positive_int("num_layers", num_layers)
+        if count > MOST:
+            raise ValueError(f"num_layers must be at most {MOST}, got {count}")
         given = {
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,

@@ -143,7 +143,7 @@ def _check_layer(layer: Any) -> None:
     if not isinstance(lengths, list) or not isinstance(kept, list) or len(lengths) != len(kept) or not lengths:
         raise fault("lengths and kept must be lists of one entry for each row")
     lowest = 0 if len(lengths) == 1 else len(lengths)  # a cache without rows has a length too
-    integer("batch_size", layer["batch_size"], lowest, len(lengths))
+    integer("batch_size", layer["batch_size"], lowest, min(len(lengths), MOST))
     for length, flag in zip(lengths, kept):
         _check_length(length, flag, is_coded(layer["k_format"]))
 

@@ -17,7 +17,7 @@ BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 #: Formats whose elements are codes with ``lo`` and ``scale``.
 CODE_FORMATS = ("int8", "int4")
 
-#: Largest number of heads or channels, and of tokens: what files say too, so that every cache can be saved.
+#: Largest number of heads, channels or rows, and of tokens: what files say too, so that every cache can be saved.
 MOST, LONGEST = 1 << 20, 1 << 40
 
 #: Bytes of one group's parameters: ``lo`` and ``scale``, float32 each.
@@ -42,8 +42,8 @@ class CacheSpec:
     Raises
     ------
     TypeError, ValueError
-        If a number is none, or not from 1 (0 for ``v_head_dim`` and ``batch_size``) to 2**20 (2**40 for ``batch_size``
-        and ``window``), or a format is another word.
+        If a number is none, or not from 1 (0 for ``v_head_dim`` and ``batch_size``) to 2**20 (2**40 for ``window``), or
+        a format is another word.
     """
 
     num_kv_heads: int
@@ -61,7 +61,7 @@ class CacheSpec:
             "v_head_dim": _integer("v_head_dim", self.v_head_dim, 0, MOST) or int(self.head_dim),
             "k_format": _format("k_format", self.k_format),
             "v_format": _format("v_format", self.v_format),
-            "batch_size": _integer("batch_size", self.batch_size, 0, LONGEST),
+            "batch_size": _integer("batch_size", self.batch_size, 0, MOST),
             "window": None if self.window is None else _integer("window", self.window, 1, LONGEST),
         }
         for name, value in checked.items():

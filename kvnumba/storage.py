@@ -362,27 +362,34 @@ def _target(path: Any) -> Path:
 
 @contextmanager
 def _replacing(path: Any) -> Iterator[BinaryIO]:
-    """A new file beside that of *path*, which takes its place when the block ends well and vanishes when it does not.
-
-    An OSError names *path*, not the new file.
-    """
+    """A new file beside that of *path*; it takes its place when the block ends well and vanishes when it does not."""
     target = _target(path)
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            os.chmod(temporary, target.stat().st_mode & 0o7777)
-        os.replace(temporary, target)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError) and error.errno is not None:
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-        raise
+    with naming(path):
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                os.chmod(temporary, target.stat().st_mode & 0o7777)
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
     _sync_folder(target.parent)
+
+
+@contextmanager
+def naming(path: Any) -> Iterator[None]:
+    """Let an OSError in the block name *path*, not the hidden file beside it that is written first."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def _sync_folder(folder: Path) -> None:

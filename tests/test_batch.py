@@ -127,6 +127,14 @@ def test_repeat_interleave_takes_a_positive_number(rng, n):
     assert same(cache, reference)
 
 
+@pytest.mark.parametrize("n", [2**19, 10**30])
+def test_more_rows_than_any_cache_has_are_refused_at_once(rng, n):
+    cache, reference = four_rows(rng, "int8", "float32", 5)
+    with pytest.raises(ValueError, match="batch_size must be an integer from 0 to 1048576"):
+        cache.repeat_interleave(n)
+    assert same(cache, reference)
+
+
 # ---- rows of different lengths
 
 

@@ -310,6 +310,7 @@ def test_rows_of_all_layers_are_chosen_together(rng):
     ("options", "words"),
     [
         ({"num_layers": 0}, "num_layers must be a positive integer"),
+        ({"num_layers": 10**20}, "num_layers must be at most"),
         ({"k_format": ["int8"]}, "k_format must have an entry for each of the 2 layers, got 1"),
         ({"head_dim": [8, 0]}, "head_dim must be a positive integer"),
         ({"v_format": ["int8", "int3"]}, "v_format must be one of"),

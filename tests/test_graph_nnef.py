@@ -429,6 +429,12 @@ def test_other_labels_are_refused_and_nothing_is_written(label, archive, tmp_pat
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
+def test_a_failed_save_names_the_path_that_was_given(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        nnef.save(labelled("w"), tmp_path / "missing" / "model.tar")
+    assert caught.value.filename == str(tmp_path / "missing" / "model.tar")
+
+
 def test_a_variable_without_its_tensor_is_named(tmp_path):
     model = labelled("w")
     x = np.ones((1, H_KV, 2, D), np.float32)

@@ -286,6 +286,13 @@ def test_an_error_names_the_node_and_leaves_every_state_as_it_was(form, backend)
     assert session.run(second)["out"].tobytes() == fresh.run(second)["out"].tobytes()
 
 
+def test_a_failed_save_names_the_path_that_was_given(tmp_path):
+    session = graph.Session(folded(), backend="reference")
+    with pytest.raises(FileNotFoundError) as caught:
+        session.save(tmp_path / "missing" / "state.kv")
+    assert caught.value.filename == str(tmp_path / "missing" / "state.kv")
+
+
 def test_wrong_calls_are_refused_by_name():
     with pytest.raises(graph.NoCacheError, match="model must have folded caches, got none"):
         graph.Session(attention("matmul"))

@@ -30,6 +30,7 @@ from kvnumba.graph.nodes import (
 from kvnumba.graph.runtime import Engine, OnnxRuntime, Reference, past_shapes
 from kvnumba.graph.states import ArrayState, AttentionState, States, attention_options, split_heads
 from kvnumba.snapshot import Snapshot
+from kvnumba.storage import naming
 
 Array = npt.NDArray[Any]
 
@@ -216,7 +217,7 @@ class Session:
         The file is a zip archive, not compressed, of a safetensors file for each state (docs/file_format.md).
         """
         target = Path(path)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kvnumba-") as folder:
+        with naming(path), tempfile.TemporaryDirectory(dir=target.parent, prefix=".kvnumba-") as folder:
             made = Path(folder) / "states.zip"
             with made.open("wb") as file:
                 with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:

@@ -7,6 +7,7 @@ import os
 import re
 import tarfile
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ import nnef as _nnef
 import numpy as np
 
 from kvnumba.graph.nnef.model import Array, Model, Operation, parse, text, variable
+from kvnumba.storage import naming
 
 
 def load(path: str | os.PathLike[str]) -> Model:
@@ -50,10 +52,11 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
     files = {_file(one): _written(variable(model, one)) for one in model.operations if one.kind == "variable"}
     files["graph.nnef"] = text(model).encode()
     packed = target.name.endswith((".tar", ".tgz", ".tar.gz"))
-    if not packed:
-        target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent if packed else target, prefix=".kvnumba-") as folder:
-        made = Path(folder) / "model"
+    with naming(path), ExitStack() as stack:
+        if not packed:
+            target.mkdir(parents=True, exist_ok=True)
+        beside = target.parent if packed else target
+        made = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=beside, prefix=".kvnumba-"))) / "model"
         if packed:
             _pack(files, made, "w" if target.name.endswith(".tar") else "w:gz")
             os.replace(made, target)
