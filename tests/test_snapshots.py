@@ -290,6 +290,12 @@ class Both(kv.KVCache):
         return np.concatenate([self.keys(), self.values()], 3)
 
 
+def holding(make, x):
+    cache = INTERRUPTED[make]()
+    cache.append(x)
+    return cache
+
+
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("make", INTERRUPTED)
 @pytest.mark.parametrize(
@@ -304,12 +310,10 @@ class Both(kv.KVCache):
     ids=["append", "truncate", "reset", "consume", "freeze"],
 )
 def test_an_operation_that_is_interrupted_anywhere_leaves_snapshots_as_they_were(rng, make, operation, first):
-    x, twin = normal(rng, 1, 2, 70, 16), INTERRUPTED[make]()
-    twin.append(x)
-    before = twin.contiguous()
+    x = normal(rng, 1, 2, 70, 16)
+    before = holding(make, x).contiguous()
     for step in itertools.count():
-        cache = INTERRUPTED[make]()
-        cache.append(x)
+        cache = holding(make, x)
         snapshot, other = cache.freeze(), copy.copy(cache)
         if not first:  # another owner has written past the tokens of the cache
             other.append(x[:, :, :1])
@@ -325,12 +329,10 @@ def test_an_operation_that_is_interrupted_anywhere_leaves_snapshots_as_they_were
 
 @pytest.mark.parametrize("make", INTERRUPTED)
 def test_a_cache_whose_first_freeze_was_interrupted_does_not_erase_what_the_next_snapshot_has(rng, make):
-    x, twin = normal(rng, 1, 2, 70, 16), INTERRUPTED[make]()
-    twin.append(x)
-    before = twin.contiguous()
+    x = normal(rng, 1, 2, 70, 16)
+    before = holding(make, x).contiguous()
     for step in itertools.count():
-        cache = INTERRUPTED[make]()
-        cache.append(x)
+        cache = holding(make, x)
         ended = interrupted(cache.freeze, step)
         snapshot = cache.freeze()
         cache.truncate(5)
