@@ -5,9 +5,9 @@
 Neither assumes the absence of NaN or infinity: a masked score is ``-inf``. ``inner`` marks a part of such functions.
 
 Compiled code is kept on disk where Numba would keep it (``NUMBA_CACHE_DIR``, the package's own
-``__pycache__``, or the user's cache folder) with one difference: its stamp covers the package's version and *every*
-source file below the top floor (``ABOVE``), so that a newer release, or an edit in a called file, never runs stale
-code. Where no place is writable the code is compiled in memory, with one warning.
+``__pycache__``, or the user's cache folder) with one difference: its stamp covers the package's version and every
+source file that compiled code is made of (``SOURCES``), so that a newer release, or an edit in a called file, never
+runs stale code. Where no place is writable the code is compiled in memory, with one warning.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ COMPILED: bool = not config.DISABLE_JIT
 #: Floating-point freedoms of ``sums``. Never ``nnan`` or ``ninf``.
 SUM_FLAGS = {"nsz", "arcp", "contract", "afn", "reassoc"}
 
-#: The top floor: nothing there is compiled, so an edit there leaves compiled code valid.
-ABOVE = ("cli.py", "commands", "demo", "graph", "integrations")
+#: Files and folders that hold all compiled functions and all they import: an edit elsewhere leaves compiled code valid.
+SOURCES = ("_jit.py", "_version.py", "buffers.py", "kernels", "simd.py", "spec.py")
 
 
 def _package_stamp() -> str:
-    """Digest of the version and of the source files below the top floor.
+    """Digest of the version and of the source files in ``SOURCES``.
 
     Of what they hold, not of when they were written: installing the same package again leaves compiled code valid.
     """
@@ -47,7 +47,7 @@ def _package_stamp() -> str:
     digest = hashlib.sha256(__version__.encode())
     for path in sorted(root.rglob("*.py")):
         place = path.relative_to(root)
-        if place.parts[0] not in ABOVE:
+        if place.parts[0] in SOURCES:
             source = path.read_bytes()
             digest.update(f"{place.as_posix()}:{len(source)}:".encode() + source)
     return digest.hexdigest()
@@ -57,7 +57,7 @@ _stamp: str | None = None
 
 
 class _Stamped:
-    """Mixin for Numba's cache locators: compiled code is valid for one state of the whole package."""
+    """Mixin for Numba's cache locators: compiled code is valid for one state of ``SOURCES``."""
 
     def get_source_stamp(self) -> str:
         global _stamp

@@ -20,12 +20,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvnumba.spec import FORMATS
+from kvnumba.spec import FORMATS, QUANTIZABLE
 
 FloatArray = npt.NDArray[np.float32]
-
-#: Largest magnitude that can be quantized: half the range of float32, so that the range of any group is finite.
-QUANTIZABLE = np.float32(np.finfo(np.float32).max / 2)
 
 #: Axes of an array at most, whatever the version of NumPy.
 MAX_AXES = 32

@@ -31,9 +31,9 @@ from kvnumba.buffers import (
     is_coded,
     usable_capacity,
 )
-from kvnumba.checks import MAX_AXES, QUANTIZABLE
+from kvnumba.checks import MAX_AXES
 from kvnumba.kernels import interchange as forms
-from kvnumba.spec import BITS, BLOCK, FORMATS, LONGEST, MOST, SINK, CacheSpec, row_bytes
+from kvnumba.spec import BITS, BLOCK, FORMATS, LONGEST, MOST, QUANTIZABLE, SINK, CacheSpec, row_bytes
 from kvnumba.storage import Fill, Part, Settings, fault, integer, keys_of, reading, shape_of, word, write
 
 _T = TypeVar("_T")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 #: Tokens of a sequence that stay float32 at its start (attention sinks).
 SINK = 4
 #: Tokens that share the quantization parameters of one key channel.
@@ -19,6 +21,9 @@ CODE_FORMATS = ("int8", "int4")
 
 #: Largest number of heads, channels or rows, and of tokens: what files say too, so that every cache can be saved.
 MOST, LONGEST = 1 << 20, 1 << 40
+
+#: Largest magnitude that can be quantized: half the range of float32, so that the range of any group is finite.
+QUANTIZABLE = np.float32(np.finfo(np.float32).max / 2)
 
 #: Bytes of one group's parameters: ``lo`` and ``scale``, float32 each.
 GROUP_BYTES = 8

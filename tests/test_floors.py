@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvnumba
-from kvnumba._jit import ABOVE
+from kvnumba._jit import SOURCES
 
 PACKAGE = Path(kvnumba.__file__).parent
 
@@ -121,13 +121,15 @@ def test_every_file_stands_on_a_floor_and_imports_only_downwards() -> None:
     assert not faults(PACKAGE), "\n".join(faults(PACKAGE))
 
 
-def test_nothing_above_the_stamp_of_compiled_code_is_compiled() -> None:
-    """An edit in ``_jit.ABOVE`` leaves compiled code valid, so those files may hold none of it."""
-    compiles = re.compile(r"\bnjit\b|\bregister_jitable\b|_jit import .*\b(exact|sums|inner)\b")
-    assert compiles.search((PACKAGE / "kernels/append.py").read_text(encoding="utf-8"))
-    above = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] in ABOVE]
-    assert above
-    assert [path for path in above if compiles.search(path.read_text(encoding="utf-8"))] == []
+def test_the_stamp_of_compiled_code_covers_all_that_it_is_made_of() -> None:
+    """An edit outside ``_jit.SOURCES`` leaves compiled code valid: compiled functions and their imports lie inside."""
+    compiles = re.compile(r"\bcache=True\b|\bregister_jitable\b|@intrinsic\b|_jit import .*\b(exact|sums|inner)\b")
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+    made_of = {file for file in files if compiles.search((PACKAGE / file).read_text(encoding="utf-8"))}
+    assert {"_jit.py", "kernels/append.py"} <= made_of
+    while further := set().union(*(imported_files(PACKAGE, file) for file in made_of)) - made_of:
+        made_of |= further
+    assert sorted(file for file in made_of if file.split("/")[0] not in SOURCES) == []
 
 
 @pytest.mark.parametrize(

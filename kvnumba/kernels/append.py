@@ -10,7 +10,6 @@ from numba.extending import overload
 
 from kvnumba._jit import exact, inner
 from kvnumba.buffers import KEPT, LENGTH, BFloat16Rows, Float16Rows, FloatRows, KeyCodes, KeyCodes8, ValueCodes8
-from kvnumba.checks import QUANTIZABLE
 from kvnumba.kernels.decode import decode
 from kvnumba.kernels.encode import (
     all_within,
@@ -25,7 +24,7 @@ from kvnumba.kernels.encode import (
     seal_int8,
 )
 from kvnumba.kernels.places import capacity_of, recent_row, sealed_blocks
-from kvnumba.spec import BLOCK, SINK
+from kvnumba.spec import BLOCK, QUANTIZABLE, SINK
 
 #: What `append_checked` returns.
 STORED, NO_ROOM, NOT_FINITE = 0, 1, 2

@@ -6,7 +6,7 @@ With ``levels = 2**bits - 1``, ``lo`` and ``hi`` the smallest and largest elemen
     code  = (x - lo) / scale rounded half away from zero, at most levels
     value = lo + code * scale, the product rounded before the sum
 
-Elements must be finite and at most ``checks.QUANTIZABLE`` in magnitude, so that ``hi - lo`` is finite; the caller
+Elements must be finite and at most ``spec.QUANTIZABLE`` in magnitude, so that ``hi - lo`` is finite; the caller
 checks. A ``lo`` of zero is always +0. All arrays in C order; outputs are overwritten entirely.
 """
 
