@@ -10,10 +10,10 @@ import numpy as np
 from kvnumba import checks, interchange
 from kvnumba.cache import KVCache
 from kvnumba.snapshot import Snapshot, nbytes
-from kvnumba.spec import MOST
+from kvnumba.spec import MOST, Sized
 
 
-class KVCaches(Sequence[KVCache]):
+class KVCaches(Sized, Sequence[KVCache]):
     """The key/value caches of all layers of a model: a sequence of `KVCache`.
 
     Parameters

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvnumba.spec import BITS, BLOCK, CODE_FORMATS, SINK, CacheSpec
+from kvnumba.spec import BITS, BLOCK, CODE_FORMATS, SINK, CacheSpec, Sized
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -245,7 +245,7 @@ def merge_attention(outs: Iterable[ArrayLike], lses: Iterable[ArrayLike]) -> tup
 # ---------------------------------------------------------------------------------------------- stores
 
 
-class _FloatRows:
+class _FloatRows(Sized):
     """Rows of a float format; ``rows`` has the stored dtype (bfloat16: uint16 halves)."""
 
     def __init__(self, batch: int, heads: int, dim: int, format: str) -> None:
@@ -274,7 +274,7 @@ class _FloatRows:
         return {"rows": self.rows.copy()}
 
 
-class _CodeKeys:
+class _CodeKeys(Sized):
     """Keys as codes: sinks, then sealed blocks with one group per channel, then the residual.
 
     Attributes
@@ -346,7 +346,7 @@ class _CodeKeys:
         return {name: copy.copy(getattr(self, name)) for name in arrays}
 
 
-class _CodeValues:
+class _CodeValues(Sized):
     """Values as codes: sinks, then one group per token.
 
     Attributes
@@ -391,7 +391,7 @@ class _CodeValues:
 # ---------------------------------------------------------------------------------------------- cache
 
 
-class ReferenceKVCache:
+class ReferenceKVCache(Sized):
     """``KVCache`` in plain NumPy, every format, every array of its state in the open.
 
     Parameters

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
+from kvnumba.spec import Sized
+
 _C = TypeVar("_C", bound="Cache")
 _F = TypeVar("_F", bound="Freezable")
 
@@ -45,7 +47,7 @@ class Cache(Protocol):
         ...
 
 
-class Snapshot(Generic[_C]):
+class Snapshot(Sized, Generic[_C]):
     """The state of a cache as it was when ``freeze`` was called.
 
     It never changes: not with the cache it came from, nor with those that ``unfreeze`` returns. ``len`` is the number
@@ -84,7 +86,7 @@ class _Sharing:
         self.owners: WeakSet[Any] = WeakSet()
 
 
-class Freezable:
+class Freezable(Sized):
     """Gives a cache ``freeze``, and what it needs to share arrays.
 
     The class provides ``_clone``, ``reset``, ``_lengths``, ``_part`` and ``_held``.

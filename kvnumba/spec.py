@@ -29,6 +29,13 @@ QUANTIZABLE = np.float32(np.finfo(np.float32).max / 2)
 GROUP_BYTES = 8
 
 
+class Sized:
+    """What has a length is true also where that is 0: ``cache or other`` is *cache* while it is empty."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class CacheSpec:
     """The fixed numbers of one layer's key/value cache.

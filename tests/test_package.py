@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import glob
+import importlib
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
 from importlib import metadata, resources
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -266,3 +269,40 @@ def test_works_without_compilation(what):
         [sys.executable, "-c", code], env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def classes_with_a_length() -> list[type]:
+    """Every class of the package that says how long it is, but tuples, tensors and protocols."""
+    found = set()
+    for module in pkgutil.walk_packages(kv.__path__, "kvnumba."):
+        if module.name.endswith("__main__"):
+            continue
+        try:
+            names = vars(importlib.import_module(module.name)).values()
+        except ImportError:  # an extra that is not installed
+            continue
+        found |= {one for one in names if isinstance(one, type) and one.__module__.startswith("kvnumba")}
+    other = {name for one in found for name in one.__mro__ if name.__name__ == "Tensor"} | {tuple}
+    return sorted(
+        (
+            one
+            for one in found
+            if hasattr(one, "__len__") and not issubclass(one, tuple(other)) and Protocol not in one.__bases__
+        ),
+        key=lambda one: f"{one.__module__}.{one.__name__}",
+    )
+
+
+def test_what_has_a_length_is_true_while_it_is_empty() -> None:  # `cache = cache or KVCache(...)` keeps the user's
+    classes = classes_with_a_length()
+    assert {kv.KVCache, kv.WindowedKVCache, kv.KVCaches, kv.InPlaceCache, kv.Snapshot} <= set(classes)
+    for one in classes:
+        assert bool(object.__new__(one)) is True, one
+
+
+def test_an_empty_cache_and_its_snapshot_are_true() -> None:
+    made = [kv.KVCache(1, 8), kv.KVCache(1, 8, window=64), kv.KVCaches(1, 1, 8), kv.ConcatCache(), kv.InPlaceCache()]
+    made += [kv.QuantizedCache(), kv.KVCache(1, 8, batch_size=0)]
+    for cache in made:
+        assert bool(cache) is bool(cache.freeze()) is True, cache
+        assert (cache or None) is cache

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvnumba.demo import PAIRS
 from kvnumba.demo.model import Caches, Floats, Model, attend_as_streamed
 from kvnumba.demo.text import Text
+from kvnumba.spec import Sized
 
 #: Called with the number of units done since the last call.
 Advance = Callable[[int], None]
@@ -137,7 +138,7 @@ def measure_quality(
         row.bits_per_value = caches[0].spec.bits_per_value
 
 
-class Timed:
+class Timed(Sized):
     """A cache that adds up the seconds spent in it."""
 
     seconds = 0.0

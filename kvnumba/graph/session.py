@@ -30,6 +30,7 @@ from kvnumba.graph.nodes import (
 from kvnumba.graph.runtime import Engine, OnnxRuntime, Reference, past_shapes
 from kvnumba.graph.states import ArrayState, AttentionState, States, attention_options, split_heads
 from kvnumba.snapshot import Snapshot
+from kvnumba.spec import Sized
 from kvnumba.storage import naming
 
 Array = npt.NDArray[Any]
@@ -37,7 +38,7 @@ Array = npt.NDArray[Any]
 BACKENDS = ("onnxruntime", "reference")
 
 
-class Session:
+class Session(Sized):
     """A model whose caches were folded, on ONNX Runtime or on the evaluator of ``onnx``.
 
     Parameters

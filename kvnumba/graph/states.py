@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvnumba as kv
+from kvnumba.spec import Sized
 
 Array = npt.NDArray[Any]
 
@@ -193,7 +194,7 @@ class AttentionState:
         self.cache = loaded
 
 
-class States:
+class States(Sized):
     """The states of all nodes: what a snapshot of a session holds."""
 
     def __init__(self, states: dict[str, ArrayState | AttentionState]) -> None:

@@ -16,6 +16,7 @@ from kvnumba.container import KVCaches
 from kvnumba.integrations.transformers.standin import Stored
 from kvnumba.integrations.transformers.tensors import to_numpy, to_torch, without_gradient
 from kvnumba.snapshot import Snapshot, nbytes
+from kvnumba.spec import Sized
 
 #: Kinds of layers of transformers whose keys and values are kept here; others keep a state of another kind.
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -213,7 +214,7 @@ class KVNumbaLayer(CacheLayerMixin):  # type: ignore[misc]
         return other
 
 
-class KVNumbaCache(Cache):  # type: ignore[misc]
+class KVNumbaCache(Sized, Cache):  # type: ignore[misc]
     """The cache of a model of transformers, in any format of `KVCache`, for ``past_key_values``.
 
     Parameters
