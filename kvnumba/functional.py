@@ -304,15 +304,22 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, np
     Returns
     -------
     out : ndarray [B, H_q, S, Dv]
-        In the dtype of the first of *outs*.
+        In the dtype of the first of *outs*; float32 for integers and bool. 0 where no part saw a key.
     lse : ndarray float32 [B, H_q, S]
+        -inf where no part saw a key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Parts of different shapes; an lse of +inf beside numbers that are not 0.
 
     Notes
     -----
     out = sum of exp(lse_i - lse) * out_i with lse = log of the sum of exp(lse_i), in float64, in the order given.
-    A part that sees nothing (lse -inf) has no weight, whatever it holds.
+    A part with lse -inf saw no key and has no weight, whatever it holds. FlashAttention 2 says +inf there, and its
+    numbers are 0: such a part has no weight either. A NaN in an lse makes its row NaN.
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _parts("outs", outs), _parts("lses", lses)
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"outs and lses must be of the same length, at least 1, got {len(outs)} and {len(lses)}")
     parts = [checks.numbers(f"outs[{i}]", x) for i, x in enumerate(outs)]
@@ -322,6 +329,15 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, np
             raise ValueError(f"outs[{i}] must have shape {list(parts[0].shape)} as outs[0], got {list(part.shape)}")
         if lse.shape != part.shape[:-1]:
             raise ValueError(f"lses[{i}] must have shape {list(part.shape[:-1])}, got {list(lse.shape)}")
+        unseen = np.isposinf(lse)
+        wrong = (part[unseen] != 0).any(-1)
+        if wrong.any():
+            place = [int(n) for n in np.argwhere(unseen)[wrong.argmax()]]
+            raise ValueError(
+                f"lses[{i}] must be below +inf where outs[{i}] is not 0 (+inf says that no key was seen), got +inf at "
+                f"{place}"
+            )
+        lse[unseen] = -np.inf
     with np.errstate(all="ignore"):
         top = np.maximum.reduce(sums)
         anchor = np.where(np.isneginf(top), 0.0, top)
@@ -334,3 +350,11 @@ def merge_attention(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Array, np
         lse = anchor + np.log(total)
         dtype = parts[0].dtype if parts[0].dtype.kind not in "iub" else np.dtype(np.float32)
         return merged.astype(dtype), lse.astype(np.float32)
+
+
+def _parts(name: str, parts: Any) -> list[Any]:
+    """*parts*, a sequence or any other iterable, as a list."""
+    try:
+        return list(parts)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence of arrays, one for each part, got {type(parts).__name__}") from None

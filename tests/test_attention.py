@@ -372,3 +372,44 @@ def test_merge_leaves_out_parts_that_saw_nothing(rng):
     merged, merged_lse = kv.merge_attention([nothing[0]] * 2, [nothing[1]] * 2)
     np.testing.assert_array_equal(merged, 0)
     np.testing.assert_array_equal(merged_lse, -np.inf)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_merge_takes_an_lse_of_plus_infinity_with_zeros_for_a_part_that_saw_nothing(rng, where):
+    out, lse = normal(rng, 1, 2, 3, 8), normal(rng, 1, 2, 3)
+    empty, unseen = out.copy(), lse.copy()
+    empty[0, 1, 2], unseen[0, 1, 2] = 0, np.inf  # what FlashAttention 2 returns
+    parts = [(empty, unseen), (out, lse)][:: 1 - 2 * where]
+    merged, merged_lse = kv.merge_attention(*zip(*parts))
+    np.testing.assert_array_equal(merged[0, 1, 2], out[0, 1, 2])
+    np.testing.assert_allclose(merged_lse[0, 1, 2], lse[0, 1, 2], rtol=1e-6)
+    assert unseen[0, 1, 2] == np.inf  # what came is as it was
+    for count in (1, 2):
+        merged, merged_lse = kv.merge_attention([empty] * count, [unseen] * count)
+        np.testing.assert_array_equal(merged[0, 1, 2], 0)
+        assert merged_lse[0, 1, 2] == -np.inf
+        np.testing.assert_allclose(merged, empty, rtol=1e-6)
+
+
+@pytest.mark.parametrize("held", [1.0, np.nan])
+def test_merge_refuses_an_lse_of_plus_infinity_beside_numbers(rng, held):
+    out, lse = normal(rng, 1, 2, 3, 8), normal(rng, 1, 2, 3)
+    full, wrong = np.zeros_like(out), lse.copy()
+    full[0, 1, 2, 5], wrong[0, 0, 1], wrong[0, 1, 2] = held, np.inf, np.inf
+    with pytest.raises(ValueError, match=r"lses\[1\] must be below \+inf where outs\[1\] is not 0.*at \[0, 1, 2\]"):
+        kv.merge_attention([out, full], [lse, wrong])
+
+
+def test_merge_makes_a_row_with_a_nan_in_its_lse_nan_and_no_other(rng):
+    out, lse = normal(rng, 1, 2, 3, 8), normal(rng, 1, 2, 3)
+    spoilt = lse.copy()
+    spoilt[0, 0, 1] = np.nan
+    merged, merged_lse = kv.merge_attention([out, out], [lse, spoilt])
+    assert np.isnan(merged[0, 0, 1]).all()
+    assert np.isnan(merged_lse[0, 0, 1])
+    assert np.isfinite(np.delete(merged[0].reshape(6, 8), 1, 0)).all()
+
+
+def test_merge_says_that_the_parts_must_be_sequences(rng):
+    with pytest.raises(TypeError, match="outs must be a sequence of arrays"):
+        kv.merge_attention(None, [normal(rng, 1, 2, 3)])
