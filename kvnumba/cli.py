@@ -5,15 +5,16 @@ Only what ``--help`` needs is imported here; a command imports the rest when it 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvnumba._version import __version__
+from kvnumba.commands import CommandError, streams
 from kvnumba.spec import FORMATS
 
 try:
@@ -31,6 +32,36 @@ PROMPT = "Explain in a few sentences why the sky is blue."
 # Annotations are evaluated by typer when it builds a command: without typer they are never looked at.
 
 
+def _number(name: str, lowest: float | None = None, highest: float = math.inf, kind: type = int, **told: Any) -> Any:
+    """An option that takes a number from *lowest* to *highest*."""
+    what = "an integer" if kind is int else "a number"
+    if lowest is not None:
+        what += f" of at least {lowest}" if highest == math.inf else f" from {lowest} to {highest}"
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and (lowest is None or lowest <= value <= highest)):
+            raise CommandError(f"{name} must be {what}, got {text!r}", 2)
+        return value
+
+    return typer.Option(parser=parse, metavar="INTEGER" if kind is int else "NUMBER", **told)
+
+
+def _word(name: str, words: Sequence[Any], **told: Any) -> Any:
+    """An option that takes one of *words*, which the shell completes."""
+    known = {str(word): word for word in words}
+
+    def parse(text: Any) -> Any:
+        if str(text) not in known:
+            raise CommandError(f"{name} must be {' or '.join(known)}, got {text}", 2)
+        return known[str(text)]
+
+    return typer.Option(parser=parse, metavar="|".join(known), autocompletion=lambda: list(known), **told)
+
+
 def about(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
@@ -45,7 +76,7 @@ def about(
 
 def demo(
     prompt: Annotated[str, typer.Option(help="What the model is asked.")] = PROMPT,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in the answer.")] = 120,
+    tokens: Annotated[int, _number("--tokens", 1, help="Maximum number of tokens in the answer.")] = 120,
     model: Annotated[Path | None, typer.Option(help="Run this GGUF file (Llama architecture) instead.")] = None,
     format: Annotated[str, typer.Option(help=FORMAT_HELP)] = "int8",
     quick: Annotated[bool, typer.Option("--quick", help="Measure less; ends in about a minute once compiled.")] = False,
@@ -59,17 +90,12 @@ def demo(
     """
     _need(DEMO_EXTRA, "kvnumba demo", "demo")
     from kvnumba.commands import print_json
-    from kvnumba.demo import DemoError
     from kvnumba.demo.run import parse_pair, run
     from kvnumba.demo.show import Screen
 
-    try:
-        found = run(prompt, tokens, parse_pair(format), model, quick, Screen(stderr=json))
-        if json:
-            print_json(found)
-    except DemoError as error:
-        typer.echo(f"kvnumba: {error}", err=True)
-        raise typer.Exit(2) from None
+    found = run(prompt, tokens, parse_pair(format), model, quick, Screen(stderr=json))
+    if json:
+        print_json(found)
 
 
 FORMATS_HELP = "Formats with commas between, each as K or K/V, or all: 25 pairs, each compiled once, in some 10 s."
@@ -78,28 +104,26 @@ FORMATS_HELP = "Formats with commas between, each as K or K/V, or all: 25 pairs,
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="An npy, npz or safetensors file.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="File to write; QuantizedTensor.load reads it.")],
-    layout: Annotated[str, typer.Option(help="per_channel: blocks of tokens; per_token: whole rows.")] = "per_channel",
-    bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
+    layout: Annotated[
+        str,
+        _word("--layout", ("per_channel", "per_token"), help="per_channel: blocks of tokens; per_token: whole rows."),
+    ] = "per_channel",
+    bits: Annotated[int, _word("--bits", (4, 8), help="Bits of a code.")] = 4,
     block: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Numbers of a group: 32 for per_channel, all for per_token."),
+        _number("--block", 1, show_default=False, help="Numbers of a group: 32 for per_channel, all for per_token."),
     ] = None,
     axis: Annotated[
         int | None,
-        typer.Option(show_default=False, help="Axis groups lie along: -2 for per_channel, -1 for per_token."),
+        _number("--axis", show_default=False, help="Axis groups lie along: -2 for per_channel, -1 for per_token."),
     ] = None,
     array: Annotated[str | None, typer.Option(help="Name of the array in an npz or safetensors file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Quantize an array in a file, a part at a time; shows error, ratio and bytes."""
-    from kvnumba.commands import CommandError
     from kvnumba.commands.quantize import quantize as run
 
-    if layout not in ("per_channel", "per_token"):
-        raise CommandError(f"--layout must be per_channel or per_token, got {layout}", 2)
-    if bits not in (4, 8):
-        raise CommandError(f"--bits must be 4 or 8, got {bits}", 2)
     run(source, target, layout, bits, block, axis, array, force, json)
 
 
@@ -128,8 +152,10 @@ def inspect(
 def bench(
     formats: Annotated[str, typer.Option(help=FORMATS_HELP)] = "float32,int8,int4",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between.")] = "512,2048,8192",
-    threads: Annotated[int, typer.Option(min=1, max=1024, help="Threads.")] = 1,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for the machine, and for each length.")] = 1.0,
+    threads: Annotated[int, _number("--threads", 1, 1024, help="Threads.")] = 1,
+    seconds: Annotated[
+        float, _number("--seconds", 0.01, kind=float, help="Seconds for the machine, and for each length.")
+    ] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="Draw into this PNG or SVG file too.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -156,29 +182,6 @@ def warmup(
     run(formats, json)
 
 
-def _plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """*command* with one line in place of a traceback for what a user can mend."""
-
-    @functools.wraps(command)
-    def call(**arguments: Any) -> None:
-        from kvnumba.commands import CommandError
-
-        try:
-            command(**arguments)
-        except CommandError as error:
-            typer.echo(f"kvnumba: {error}", err=True)
-            raise typer.Exit(error.code) from None
-        except OSError as error:
-            named = f": {error.filename}" if error.strerror and error.filename else ""
-            typer.echo(f"kvnumba: {error.strerror or error}{named}", err=True)
-            raise typer.Exit(1) from None
-        except MemoryError as error:
-            typer.echo(f"kvnumba: not enough memory: {error or 'for what was asked'}", err=True)
-            raise typer.Exit(1) from None
-
-    return call
-
-
 def _need(packages: Sequence[str], what: str, extra: str) -> None:
     """End with one line unless all of *packages* are installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -193,7 +196,7 @@ if typer is not None:
     UsageError: Any = typer.BadParameter.__base__
 
     class OneLine(typer.core.TyperGroup):
-        """The commands, with one line in place of a box for wrong arguments too."""
+        """The commands, with one line in place of a box or a traceback for what a user can mend."""
 
         def make_context(self, *args: Any, **options: Any) -> Any:
             with _one_line():
@@ -208,20 +211,47 @@ if typer is not None:
         try:
             yield
         except UsageError as error:
-            message = " ".join(error.format_message().split()).rstrip(".")
+            message = error.format_message().rstrip(".")
             command = f"kvnumba {error.ctx.info_name} " if error.ctx and error.ctx.parent else "kvnumba "
-            typer.echo(f"kvnumba: {message}; see {command}--help", err=True)
-            raise typer.Exit(2) from None
+            raise _ended(f"{' '.join(message.split())}; see {command}--help", 2) from None
+        except CommandError as error:
+            raise _ended(str(error), error.code) from None
+        except OSError as error:
+            raise _ended(_told(error), 1) from None
+        except MemoryError as error:
+            raise _ended(f"not enough memory: {error or 'for what was asked'}", 1) from None
+        except KeyboardInterrupt:
+            raise _ended("interrupted", 130) from None
 
-    app = typer.Typer(cls=OneLine, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    app = typer.Typer(cls=OneLine, context_settings={"help_option_names": ["-h", "--help"]})
     app.callback(invoke_without_command=True)(about)
-    app.command()(demo)
-    for command in (quantize, dequantize, inspect, bench, doctor, warmup):
-        app.command()(_plain_errors(command))
+    for command in (demo, quantize, dequantize, inspect, bench, doctor, warmup):
+        app.command()(command)
+
+
+def _ended(message: str, code: int) -> BaseException:
+    """Print *message* as one line; what is to be raised then."""
+    typer.echo(f"kvnumba: {streams.printable(message)}", err=True)
+    ended: BaseException = typer.Exit(code)
+    return ended
+
+
+def _told(error: OSError) -> str:
+    """An error of the system, with the file if it names one."""
+    named = f": {error.filename}" if error.strerror and error.filename else ""
+    return f"{error.strerror or error}{named}"
 
 
 def main() -> None:
-    """Entry point of the script ``kvnumba``."""
+    """Entry point of the script ``kvnumba``, and of ``python -m kvnumba``."""
+    streams.prepare()
     _need(EXTRA, "the command line", "demo" if sys.argv[1:2] == ["demo"] else "cli")
     assert app is not None
-    app()
+    try:
+        try:
+            app(prog_name="kvnumba")
+        finally:
+            sys.stdout.flush()  # here an error is still one line, as of a full disk
+    except OSError as error:
+        print(f"kvnumba: {_told(error)}", file=sys.stderr)
+        raise SystemExit(1) from None

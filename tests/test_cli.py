@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -292,10 +293,73 @@ def test_inspect_lists_each_array_of_a_file(tmp_path, name, count):
     np.savez(tmp_path / name, **arrays) if name.endswith("npz") else save_file(arrays, tmp_path / name)
     dtype = "float32" if name.endswith("npz") else "F32"
     found = told("inspect", tmp_path / name)
-    assert found["arrays"] == [{"name": one, "shape": [2, 3], "dtype": dtype} for one in arrays]
+    assert (found["count"], found["nbytes"]) == (count, 24 * count)
+    assert found["arrays"] == [{"name": one, "shape": [2, 3], "dtype": dtype, "nbytes": 24} for one in arrays]
     if count > 1:
         rows = lines_of("inspect", tmp_path / name)
-        assert [row for row in rows if row[:1] and row[0] in arrays] == [[one, "2,", "3", dtype] for one in arrays]
+        assert [row for row in rows if row[:1] and row[0] in arrays] == [
+            [one, "2,", "3", dtype, "24"] for one in arrays
+        ]
+
+
+def header_of(path, table, size):
+    """A safetensors file with this header, and *size* bytes of data that take no room on the disk."""
+    header = json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + size)
+
+
+def test_inspect_reads_of_arrays_only_what_they_are(tmp_path):
+    terabyte = {"dtype": "F16", "shape": [1 << 20, 1 << 19], "data_offsets": [0, 1 << 40]}
+    header_of(tmp_path / "x.safetensors", {"x": terabyte}, 1 << 40)
+    assert told("inspect", tmp_path / "x.safetensors")["nbytes"] == 1 << 40
+    np.savez_compressed(tmp_path / "x.npz", x=np.zeros((4, 1 << 20), np.int32))
+    tracemalloc.start()
+    try:
+        assert told("inspect", tmp_path / "x.npz")["arrays"][0]["nbytes"] == 1 << 24
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+    header_of(tmp_path / "none.safetensors", {}, 0)
+    assert told("inspect", tmp_path / "none.safetensors")["arrays"] == []
+    assert lines_of("inspect", tmp_path / "none.safetensors")[-1] == ["nbytes", "0"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 17]}, "the entry of x is not one of an array in this file"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}, "x of F32 [4] cannot have 12 bytes"),
+        ({"dtype": "F32", "shape": [-4, -1], "data_offsets": [0, 16]}, "the entry of x is not one of an array"),
+        ({"dtype": "F32", "shape": "4", "data_offsets": [0, 16]}, "the entry of x is not one of an array"),
+        ({"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]}, "the entry of x is not one of an array"),
+        ({"dtype": "F32", "shape": [4]}, "the entry of x must have dtype, shape and data_offsets"),
+        (7, "the entry of x must have dtype, shape and data_offsets"),
+    ],
+)
+def test_an_entry_of_no_array_is_one_line(tmp_path, entry, words):
+    header_of(tmp_path / "x.safetensors", {"x": entry}, 16)
+    for command in (["inspect", tmp_path / "x.safetensors"], ["quantize", tmp_path / "x.safetensors", tmp_path / "y"]):
+        assert words in refused(*command)
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b"[]", b"{", b'{"x": NaN}'])
+def test_a_header_that_is_no_table_of_arrays_is_one_line(tmp_path, header):
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "must be a safetensors file of numbers" in refused("inspect", tmp_path / "x.safetensors")
+
+
+def test_arrays_of_safetensors_files_are_read_as_they_are_wherever_they_lie(tmp_path):
+    x = np.arange(24).reshape(4, 6)
+    for dtype, code in (("F64", "<f8"), ("F32", "<f4"), ("F16", "<f2"), ("BF16", "<f4"), ("I16", "<i2"), ("U8", "u1")):
+        data = x.astype(code).tobytes() if dtype != "BF16" else x.astype("<f4").view("<u2")[:, 1::2].tobytes()
+        table = {"x": {"dtype": dtype, "shape": [4, 6], "data_offsets": [1, 1 + len(data)]}}
+        header = json.dumps(table).encode()
+        (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" + data)
+        told("quantize", tmp_path / "x.safetensors", tmp_path / "x.q", "--bits", 8, "--force")
+        np.testing.assert_array_equal(
+            kv.QuantizedTensor.load(tmp_path / "x.q").codes, kv.quantize_per_channel(x, 8).codes
+        )
 
 
 def session_file(path, *states):
@@ -392,7 +456,6 @@ def test_types_that_numpy_does_not_have_are_read_or_named(tmp_path):
     assert "x must be F64, F32, F16, BF16 or integers, got F8" in refused(
         "quantize", tmp_path / "f8.safetensors", tmp_path / "out"
     )
-    pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     raw_safetensors(tmp_path / "bf.safetensors", "BF16", 32)
     assert told("quantize", tmp_path / "bf.safetensors", tmp_path / "out")["max_error"] == 0
 
@@ -404,11 +467,14 @@ def test_types_that_numpy_does_not_have_are_read_or_named(tmp_path):
         (["--nothing"], "No such option: --nothing"),
         (["bench", "--nothing"], "No such option: --nothing; see kvnumba bench --help"),
         (["quantize", "x"], "Missing argument 'OUT'; see kvnumba quantize --help"),
-        (["quantize", "x", "y", "--block", "0"], "Invalid value for '--block'"),
-        (["quantize", "x", "y", "--bits", "x"], "Invalid value for '--bits'"),
-        (["bench", "--threads", "0"], "Invalid value for '--threads'"),
-        (["bench", "--threads", "2000000"], "Invalid value for '--threads'"),
-        (["demo", "--tokens", "0"], "Invalid value for '--tokens'"),
+        (["quantize", "x", "y", "--block", "0"], "--block must be an integer of at least 1, got '0'"),
+        (["quantize", "x", "y", "--bits", "x"], "--bits must be 4 or 8, got x"),
+        (["quantize", "x", "y", "--axis", "1.5"], "--axis must be an integer, got '1.5'"),
+        (["bench", "--threads", "0"], "--threads must be an integer from 1 to 1024, got '0'"),
+        (["bench", "--threads", "2000000"], "--threads must be an integer from 1 to 1024, got '2000000'"),
+        (["bench", "--seconds", "nan"], "--seconds must be a number of at least 0.01, got 'nan'"),
+        (["bench", "--seconds", "inf"], "--seconds must be a number of at least 0.01, got 'inf'"),
+        (["demo", "--tokens", "0"], "--tokens must be an integer of at least 1, got '0'"),
         (["inspect", os.devnull], "must be a file, got something else"),
     ],
 )

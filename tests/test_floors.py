@@ -51,7 +51,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "warm.py",
         "window.py",
     ),
-    5: ("__init__.py", "cli.py", "commands/*", "demo/*", "graph/*", "integrations/*"),
+    5: ("__init__.py", "__main__.py", "cli.py", "commands/*", "demo/*", "graph/*", "integrations/*"),
 }
 
 # Write path and read path: two roads that meet only in buffers.py and below.

@@ -27,7 +27,7 @@ def bench(formats: str, lengths: str, threads: int, seconds: float, plot: Path |
         tokens = []
     if not tokens or tokens[0] < 1:
         raise CommandError(f"--lengths must be positive numbers with commas between, got {lengths!r}", 2)
-    if plot is not None and plot.suffix not in (".png", ".svg"):
+    if plot is not None and plot.suffix.lower() not in (".png", ".svg"):
         raise CommandError(f"--plot must be a file that ends in .png or .svg, got {plot}", 2)
     drawing = _drawing() if plot is not None and in_folder(plot) else None
     result = measured(pairs, tokens, threads, seconds)

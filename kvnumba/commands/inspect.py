@@ -23,7 +23,7 @@ KNOWN = "a saved cache, QuantizedTensor or graph Session, an npy, npz or safeten
 TABLES = {
     "layers": ("caches", ("lengths", "nbytes", "format", "shape", "bytes_per_token")),
     "states": ("states in the order of nodes", ("state", "class", "format", "shape", "length", "nbytes")),
-    "arrays": ("arrays", ("shape", "dtype")),
+    "arrays": ("arrays", ("shape", "dtype", "nbytes")),
 }
 
 
@@ -39,6 +39,8 @@ def inspect(path: Path, as_json: bool) -> None:
     table(told)
     for name, found in listed.items():
         title, columns = TABLES[name]
+        if not found:
+            continue
         if "kind" in found[0]:  # of a node of a model: here another word than that for the kind of the file
             found = [{"node": row["node"], "operator": row["kind"], **row} for row in found]
             found = [{key: row[key] for key in row if key != "kind"} for row in found]
@@ -49,7 +51,7 @@ def described(path: Path) -> dict[str, Any]:
     """Names and values; those of `TABLES` are rows."""
     size = path.stat().st_size
     told: dict[str, Any] = {"file": str(path), "file_bytes": size}
-    if path.suffix == ".onnx":
+    if path.suffix.lower() == ".onnx":
         return told | _model(path)
     try:
         if (kind := _class_of(path)) is not None:
@@ -61,7 +63,9 @@ def described(path: Path) -> dict[str, Any]:
     names, get = open_arrays(path, KNOWN)
     if names is None:
         return told | {"kind": "array"} | _array(get(""))
-    return told | {"kind": "arrays", "arrays": [{"name": name} | _array(get(name)) for name in names]}
+    arrays = [{"name": name} | _array(get(name)) for name in names]
+    total = sum(array["nbytes"] for array in arrays)
+    return told | {"kind": "arrays", "count": len(arrays), "nbytes": total, "arrays": arrays}
 
 
 def _class_of(path: Path) -> str | None:
@@ -91,7 +95,7 @@ def _loaded(kind: str, one: Any) -> dict[str, Any]:
 
 
 def _array(array: Source) -> dict[str, Any]:
-    return {"shape": list(array.shape), "dtype": array.dtype}
+    return {"shape": list(array.shape), "dtype": array.dtype, "nbytes": array.nbytes}
 
 
 def _states_of(path: Path) -> list[str]:

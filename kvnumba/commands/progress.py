@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from kvnumba.commands.streams import printable
+
+#: Least width of a table, which a narrower terminal wraps; and width where there is no terminal: nothing is folded.
+NARROW, WIDE = 40, 10_000
 
 
 @contextmanager
@@ -27,8 +34,8 @@ def table(told: Mapping[str, Any]) -> None:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in told.items():
-        grid.add_row(name.replace("_", " "), shown(value))
-    Console().print(grid)
+        grid.add_row(name.replace("_", " "), _cell(value))
+    _print(grid)
 
 
 def rows(title: str, found: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
@@ -39,7 +46,8 @@ def rows(title: str, found: Sequence[Mapping[str, Any]], columns: Sequence[str] 
         for name in every
         if name not in columns and all(name in row and row[name] == found[0].get(name) for row in found)
     }
-    table(common)
+    if common:
+        table(common)
     names = [name for name in every if name not in common]
     if not names:
         return
@@ -47,8 +55,20 @@ def rows(title: str, found: Sequence[Mapping[str, Any]], columns: Sequence[str] 
     for name in names:
         listed.add_column(name.replace("_", " "), overflow="fold")
     for row in found:
-        listed.add_row(*(shown(row.get(name)) for name in names))
-    Console().print(listed)
+        listed.add_row(*(_cell(row.get(name)) for name in names))
+    _print(listed)
+
+
+def _print(what: Any) -> None:
+    console = Console()
+    folded = console.is_terminal or "COLUMNS" in os.environ
+    console.width = max(console.width, NARROW) if folded else WIDE
+    console.print(what)
+
+
+def _cell(value: Any) -> Text:
+    """A value as text that is no markup, whatever it holds."""
+    return Text(printable(shown(value)))
 
 
 def shown(value: Any) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import math
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,9 +70,9 @@ def quantize(
     groups = Groups(array.shape, settings.get("axis", AXES[layout]), settings["block_size"])
     encode = quantize_per_channel if layout == "per_channel" else quantize_per_token
     errors = Errors()
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kvnumba-") as folder, _bar(array.shape) as advance:
+    with _scratch(target) as folder, _bar(array.shape) as advance:
         types = {"U8": np.uint8, "F32": np.float32}
-        stores = [_mapped(Path(folder) / part.name, part.shape, types[part.dtype]) for part in plan(settings)]
+        stores = [_mapped(folder / part.name, part.shape, types[part.dtype]) for part in plan(settings)]
         for part in _parts(groups, bits):
             x = array.read(part.values)
             try:
@@ -96,8 +98,8 @@ def dequantize(source: Path, target: Path, force: bool, as_json: bool) -> None:
     except ValueError as error:
         raise CommandError(str(error)) from None
     free(target, source, force)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kvnumba-") as folder, _bar(tensor.shape) as advance:
-        made = Path(folder) / "array.npy"
+    with _scratch(target) as folder, _bar(tensor.shape) as advance:
+        made = folder / "array.npy"
         if math.prod(tensor.shape):
             out = np.lib.format.open_memmap(made, mode="w+", dtype=np.float32, shape=tensor.shape)
             _reserve(made)
@@ -161,6 +163,17 @@ def _parts(groups: Groups, bits: int) -> Iterator[Part]:
         between = () if groups.block is None else (slice(own.start // groups.block, -(-own.stop // groups.block)),)
         parameters = (*values[:axis], *between, *values[axis + 1 :])
         yield Part(values, codes, parameters, parameters)
+
+
+@contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    """A hidden folder beside *target* while the block runs."""
+    folder = target.parent / f".kvnumba-{secrets.token_hex(8)}"
+    try:  # of `tempfile` a signal between two of its lines would leave the folder there
+        folder.mkdir(0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: type) -> Array:

@@ -15,12 +15,17 @@ Nothing here is imported by ``import kvnumba``.
 
 from __future__ import annotations
 
+from kvnumba.commands import CommandError
+
 #: The pairs (k_format, v_format) that the demo compares; the first is what the others are measured against.
 PAIRS = (("float32", "float32"), ("int8", "int8"), ("int4", "int4"), ("int8", "int4"))
 
 
-class DemoError(Exception):
+class DemoError(CommandError):
     """Something the user can put right; the message is one line."""
+
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message, code)
 
 
 class NoWeights(DemoError):

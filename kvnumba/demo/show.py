@@ -9,8 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvnumba.commands.streams import printable
 from kvnumba.demo import pair_name
 from kvnumba.demo.measure import Row
+
+#: What a text of a model, or of its user, may do on a terminal.
+LAYOUT = "\n\t"
 
 
 class Screen:
@@ -21,11 +25,11 @@ class Screen:
 
     def say(self, text: str = "", style: str | None = None) -> None:
         """One paragraph."""
-        self.console.print(text, style=style, markup=False)
+        self.console.print(printable(text, LAYOUT), style=style, markup=False, emoji=False)
 
     def stream(self, piece: str) -> None:
         """A piece of generated text, with no line break after it."""
-        self.console.out(piece, end="", highlight=False)
+        self.console.out(printable(piece, LAYOUT), end="", highlight=False)
         self.console.file.flush()
 
     @contextmanager

@@ -1,0 +1,6 @@
+"""``python -m kvnumba``: the command line."""
+
+from kvnumba.cli import main
+
+if __name__ == "__main__":
+    main()
