@@ -6,10 +6,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
 
 from kvnumba.integrations.transformers import KVNumbaLayer, attention_forward, attention_mask  # noqa: E402
-from kvnumba.integrations.transformers.masks import WINDOW  # noqa: E402
 from kvnumba.integrations.transformers.standin import Stored  # noqa: E402
 
 pytestmark = pytest.mark.transformers
@@ -78,8 +76,6 @@ def test_k14_a_mask_is_obeyed_as_it_is():
     lowest = torch.finfo(torch.float32).min
     added = torch.zeros(seen.shape).masked_fill(~seen, lowest)
     check(attention_forward(Module(), q, k, v, added), formula(q, k, v, seen))
-    longer = torch.cat([added, torch.zeros(2, 1, 5, 3)], -1)  # made for a cache with more room
-    check(attention_forward(Module(), q, k, v, longer), formula(q, k, v, seen))
 
 
 def test_a_row_that_may_see_nothing_is_zero():
@@ -157,55 +153,53 @@ def test_the_cache_is_read_as_codes_and_nothing_is_decoded(monkeypatch):
     check(attention_forward(Module(), q, key, value, seen), formula(q, layer.keys, layer.values, seen), atol=2e-2)
 
 
-class TestMasks:
-    """None where order says all; a window as an attribute; else the mask of the library."""
+def test_a_mask_for_other_keys_or_queries_than_there_are_is_refused():
+    """As of a cache that dropped its oldest tokens: cutting the mask would hide other keys than it means."""
+    q, k, v = made()
+    made_here = attention_mask(batch_size=2, q_length=5, kv_length=12, q_offset=7)
+    check(attention_forward(Module(), q, k, v, made_here), formula(q, k, v, order(5, 12)))
+    for mask in (made_here, made_here + 0, made_here == 0):
+        for S, T in ((5, 11), (4, 12), (5, 1)):
+            with pytest.raises(
+                ValueError, match=rf"attention_mask must have shape \[batch, heads, {S}, {T}\] .* got \["
+            ):
+                attention_forward(Module(), q[:, :, :S], k[:, :, :T], v[:, :, :T], mask)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape .*, got \[2, 12\]; give"):
+        attention_forward(Module(), q, k, v, torch.ones(2, 12, dtype=torch.bool))
+    with pytest.raises(TypeError, match="attention_mask must be a tensor or None, got str"):
+        attention_forward(Module(), q, k, v, "causal")
 
-    def options(self, S, T, **more):
-        return {"batch_size": 2, "q_length": S, "kv_length": T, "q_offset": T - S, **more}
 
-    @pytest.mark.parametrize("S", [1, 4, 9])
-    def test_plain_causal_order_needs_none(self, S):
-        ones = torch.ones(2, 9, dtype=torch.bool)
-        assert attention_mask(**self.options(S, 9)) is None
-        assert attention_mask(**self.options(S, 9), attention_mask=ones) is None
+@pytest.mark.parametrize("S", [1, 5])
+@pytest.mark.parametrize("padded", [False, True])
+def test_keys_and_blocks_that_an_indexer_chose_are_the_only_ones_seen(S, padded):
+    q, k, v = made(S, H_q=4, H_kv=2)
+    mask = attention_mask(
+        batch_size=2, q_length=S, kv_length=12, q_offset=12 - S,
+        attention_mask=(torch.arange(12)[None] >= torch.tensor([[2], [0]])) if padded else None,
+    )  # fmt: skip
+    seen = order(S, 12)[None, None].expand(2, 1, -1, -1)
+    seen = seen & (torch.arange(12) >= torch.tensor([2, 0]).reshape(2, 1, 1, 1)) if padded else seen
+    draw = torch.Generator().manual_seed(4)
+    indices = torch.randint(-1, 12, (2, S, 5), generator=draw)
+    chosen = (indices[:, None, :, :, None] == torch.arange(12)).any(3)
+    check(attention_forward(Module(), q, k, v, mask, indices=indices.int()), formula(q, k, v, seen & chosen))
+    module = Module()
+    module.indexer = torch.nn.Module()
+    module.indexer.block_size = 5
+    blocks = torch.randint(-1, 3, (2, 2, S, 2), generator=draw)
+    chosen = (blocks[..., None] == torch.arange(12) // 5).any(3).repeat_interleave(2, 1)
+    check(attention_forward(module, q, k, v, mask, block_indices=blocks), formula(q, k, v, seen & chosen))
+    added = torch.randn(2, 1, S, 12, generator=draw)
+    got = attention_forward(module, q, k, v, added, block_indices=blocks)
+    check(got, formula(q, k, v, chosen, bias=added))
 
-    @pytest.mark.parametrize(
-        "more",
-        [
-            {"attention_mask": torch.arange(9)[None].expand(2, 9) > 2},
-            {"allow_is_causal_skip": False},
-            {"kv_length": 12},  # room of a static cache
-            {"local_size": 3, "mask_function": sliding_window_causal_mask_function(3)},
-        ],
-    )
-    def test_anything_else_is_written_out(self, more):
-        from transformers.masking_utils import sdpa_mask
 
-        options = {**self.options(4, 9), **more}
-        got = attention_mask(**options)
-        expected = sdpa_mask(**{**options, "allow_is_causal_skip": False})
-        assert got.dtype is torch.bool
-        assert torch.equal(got, expected)
-        assert not hasattr(got, WINDOW)
-
-    def test_a_window_is_an_attribute_that_an_operation_loses(self):
-        class Config:
-            sliding_window = 3
-
-        function = sliding_window_causal_mask_function(3)
-        mask = attention_mask(**self.options(2, 9), local_size=3, mask_function=function, config=Config)
-        assert getattr(mask, WINDOW) == 3
-        assert torch.equal(mask[0, 0], order(2, 9, 3))
-        assert not hasattr(mask & True, WINDOW)
-        q, k, v = made(2, 9)
-        expected = formula(q, k, v, order(2, 9, 3))
-        check(attention_forward(Module(), q, k, v, mask), expected)
-        check(attention_forward(Module(), q, k, v, mask & True), expected)
-
-    def test_chunks_are_no_windows(self):
-        class Config:
-            sliding_window = None
-            attention_chunk_size = 3
-
-        mask = attention_mask(**self.options(2, 9), local_size=3, mask_function=causal_mask_function, config=Config)
-        assert not hasattr(mask, WINDOW)
+@pytest.mark.parametrize("S", [1, 5])
+def test_a_query_may_have_a_sink_of_its_own(S):
+    q, k, v = made(S)
+    sinks = torch.randn(2, 4, S, 1, generator=torch.Generator().manual_seed(5))
+    score = (q.double() @ k.double().repeat_interleave(2, 1).mT * 8**-0.5).masked_fill(~order(S, 12), -torch.inf)
+    weights = torch.cat([score, sinks.double()], -1).softmax(-1)[..., :-1]
+    expected = (weights @ v.double().repeat_interleave(2, 1)).transpose(1, 2)
+    check(attention_forward(Module(), q, k, v, None, sinks=sinks), expected)
